@@ -1,0 +1,33 @@
+"""The command line. One file per command: it parses, calls and prints; the work is done elsewhere.
+
+A command's file imports nothing heavier than typer at its top: numpy and the frameworks load inside the command, so
+that `halfwise --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from halfwise.cli.doctor import doctor
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="halfwise",
+    help="Mixed-precision training that decides from evidence, survives numerical accidents and explains itself.",
+    epilog="Start with: halfwise doctor",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _commands() -> None:
+    # With a callback a single command keeps its name.
+    pass
+
+
+# One line per command, in the order in which the help lists them.
+app.command(epilog="Example: halfwise doctor --device cpu --json > doctor.json")(doctor)

@@ -1,0 +1,1 @@
+"""The framework-neutral core: numpy and ml_dtypes only."""

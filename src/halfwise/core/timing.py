@@ -1,0 +1,71 @@
+"""Measured (or supplied) time per layer and format: the planner's view of the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from halfwise.core.formats import get_format
+from halfwise.errors import UsageError
+
+__all__ = ["TimingTable"]
+
+
+@dataclass(frozen=True)
+class TimingTable:
+    """Seconds of one training step's forward and backward, per layer and format.
+
+    Attributes:
+        seconds: module path -> format name -> seconds, casts included. Every layer has `"float32"`; a format that is absent
+            was not measured and is not chosen.
+        cut_short: `(path, format)` pairs whose probe was ended because it had already taken longer than float32: their seconds
+            are a lower bound.
+
+    Raises:
+        UsageError: a time is not positive, or a layer lacks `"float32"`; PolicyError: a format is unknown.
+
+    >>> table = TimingTable({"fc": {"float32": 2e-3, "bfloat16": 1e-3}})
+    >>> table.ratio("bfloat16")
+    0.5
+    """
+
+    seconds: Mapping[str, Mapping[str, float]]
+    cut_short: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for path, times in self.seconds.items():
+            if "float32" not in times:
+                raise UsageError(f"timing table: layer {path!r} has no time for 'float32'; every format is compared with it")
+            for name, seconds in times.items():
+                get_format(name)
+                if not seconds > 0.0:
+                    raise UsageError(f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats besides float32 for which any layer has a time, sorted."""
+        return tuple(sorted({name for times in self.seconds.values() for name in times} - {"float32"}))
+
+    def get(self, path: str, format_name: str) -> float | None:
+        """Seconds of the layer in the format, or None where it was not measured."""
+        return self.seconds.get(path, {}).get(format_name)
+
+    def is_lower_bound(self, path: str, format_name: str) -> bool:
+        """True where the probe was cut short."""
+        return (path, format_name) in self.cut_short
+
+    def total(self, format_name: str, paths: Iterable[str] | None = None) -> float:
+        """Seconds of all layers (or those of `paths`) in the format; where it was not measured, in float32."""
+        chosen = self.seconds if paths is None else list(paths)
+        return sum(self.seconds[p].get(format_name, self.seconds[p]["float32"]) for p in chosen)
+
+    def ratio(self, format_name: str) -> float:
+        """Time of all layers in the format relative to float32; below 1 is faster. 1 where the table is empty."""
+        everything = self.total("float32")
+        return self.total(format_name) / everything if everything > 0.0 else 1.0
+
+    @classmethod
+    def uniform(cls, paths: Iterable[str], *, relative: Mapping[str, float], float32: float = 1e-3) -> TimingTable:
+        """A table in which every layer takes `float32` seconds, and `relative[format]` times that in each format."""
+        row = {"float32": float32, **{name: float32 * ratio for name, ratio in relative.items()}}
+        return cls({path: dict(row) for path in paths})

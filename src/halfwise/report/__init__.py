@@ -1,0 +1,1 @@
+"""Screens: records and reports drawn with rich. They read data, never a framework."""

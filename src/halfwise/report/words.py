@@ -1,0 +1,68 @@
+"""Numbers and names as the reports spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["count", "evidence_text", "ratio_text", "seconds_text"]
+
+_NAMES = {
+    "largest": "largest value",
+    "largest_input": "largest input",
+    "seconds": "seconds in the format",
+    "seconds_float32": "seconds in float32",
+    "underflow": "rounds to zero",
+    "score": "sensitivity",
+}
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration with three digits and a unit that suits it.
+
+    >>> seconds_text(0.00123), seconds_text(75.0)
+    ('1.23 ms', '1 min 15 s')
+    """
+    if seconds >= 60.0:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1.0:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def ratio_text(ratio: float, *, at_least: bool = False) -> str:
+    """A ratio of times as a factor.
+
+    >>> ratio_text(0.514), ratio_text(13.21, at_least=True)
+    ('0.51x', 'at least 13x')
+    """
+    return f"{'at least ' if at_least else ''}{ratio:.{2 if ratio < 10 else 0}f}x"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "step"), count(1438, "image")
+    ('1 step', '1,438 images')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def evidence_text(evidence: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Named numbers as `(name, value)` in words."""
+    return [(_evidence_name(name), _evidence_value(name, value)) for name, value in evidence.items()]
+
+
+def _evidence_name(name: str) -> str:
+    if name.startswith("relative_time_"):
+        return f"time in {name.removeprefix('relative_time_')} relative to float32"
+    return _NAMES.get(name, name.replace("_", " "))
+
+
+def _evidence_value(name: str, value: float) -> str:
+    if name.startswith("seconds"):
+        return seconds_text(value)
+    if name in ("underflow", "overflow"):
+        return f"{value:.2%}"
+    return f"{value:.4g}"

@@ -1,0 +1,116 @@
+"""A trace that is switched on in the middle of someone else's loop and off again, and what its records mean.
+
+No replay: the loop's own next step is recorded, from the model's forward pass to the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfwise.core.diagnosis import Diagnosis
+from halfwise.torch import fixes
+from halfwise.torch.localise import precision_verdict, range_of
+from halfwise.torch.operations import CONTRACTIONS
+from halfwise.torch.outside import from_outside
+from halfwise.torch.replay import bad_gradients, naming_inputs, uncompiled
+from halfwise.torch.slicing import Origins, origins, suspects
+from halfwise.torch.trace import Record, Trace
+from halfwise.torch.vitals import floating_tensors
+
+__all__ = ["ArmedTrace"]
+
+_HALF = ("float16", "bfloat16")
+
+
+class ArmedTrace:
+    """Records from construction to `finish` or `abandon`.
+
+    Args:
+        model: names modules, parameters and inputs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trace = Trace(model)
+        self._results: list[int] = []
+        self._stack = ExitStack()
+        self._stack.enter_context(uncompiled())
+        self._stack.enter_context(naming_inputs(model, self.trace))
+        self._stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._stack.enter_context(self.trace)
+
+    @staticmethod
+    def possible() -> bool:
+        """False inside another dispatch mode: whoever entered it before us would leave ours in its place."""
+        return not torch._C._len_torch_dispatch_stack()
+
+    def saw(self, result: Any) -> None:
+        """Notes a model's output or a loss, so that the walk can start there if it is bad."""
+        self._results += [self.trace.producer(tensor) for tensor in floating_tensors(result)]
+
+    def abandon(self) -> None:
+        """Stops recording."""
+        self._stack.close()
+
+    def finish(self, parameters: Sequence[Tensor], *, loss_scale: float, device: str) -> Diagnosis | None:
+        """Stops recording and says what was wrong with the step; None if nothing was."""
+        self.abandon()
+        records = self.trace.settle()
+        bad = [i for i in self._results if i >= 0 and not records[i].finite and not records[i].intended]
+        what = "the model's output or the loss is not finite" if bad else "gradients are not finite"
+        unsound, limit = bad_gradients(self.trace, parameters)
+        if bad or any(not records[i].finite for i in unsound):
+            bad += unsound if any(not records[i].finite for i in unsound) else ()
+            return _verdict(self.trace, origins(self.trace, bad), what, loss_scale, device)
+        if any(records[i].largest > _TOO_LARGE for i in unsound):
+            what = "gradients are too large to square in float32"
+            return _verdict(self.trace, origins(self.trace, unsound, limit=limit), what, loss_scale, device)
+        return None
+
+
+_TOO_LARGE = 1e19 * 65536.0  # scaled by a usual loss scale
+
+
+def _verdict(trace: Trace, found: Origins, what: str, loss_scale: float, device: str) -> Diagnosis | None:
+    if found.outside:
+        return from_outside(trace, found)
+    if not found.operations:
+        return None
+    record = found.operations[0]
+    named = suspects(trace, found)
+    half = record.dtype if record.dtype in _HALF else "float16"
+    if _is_half_to_blame(trace, record):
+        if record.direction == "backward" and loss_scale > 1.0 and not fixes.divides(record):
+            return Diagnosis(
+                "loss_scale_too_high",
+                suspects=named,
+                detail=f"{what} at loss scale {loss_scale:g}; {range_of(record, named[0])}",
+                fix=tuple(fixes.fixes_for_scale(max(1.0, loss_scale / 16.0), device)),
+                evidence={"loss_scale": loss_scale, "largest_input": named[0].largest_input},
+            )
+        return precision_verdict(trace, found, what, half, device, loss_scale)
+    return Diagnosis(
+        "not_a_precision_problem",
+        suspects=named,
+        detail=f"{what}; {range_of(record, named[0])}, which float32 would not change",
+        fix=(
+            *fixes.fixes_for_float32(found),
+            "# to be sure, replay one batch in float32 as well: print(hw.diagnose(model, closure).text())",
+        ),
+        evidence={"loss_scale": loss_scale, "largest_input": named[0].largest_input},
+    )
+
+
+def _is_half_to_blame(trace: Trace, record: Record) -> bool:
+    """Whether the operation failed for want of precision, judged without a replay in float32.
+
+    A NaN from sound inputs (an empty softmax, the logarithm of a negative number) is the same in every precision, unless it is
+    the inf - inf of a sum that overflowed on the way. A zero in half is more likely an underflow than a zero.
+    """
+    if fixes.is_for_want_of_precision(trace, record):
+        return True
+    return record.dtype in _HALF and (record.found != "nan" or record.short in CONTRACTIONS)

@@ -1,0 +1,91 @@
+"""Overflow that leaves no NaN: a later operation turned the infinity into finite, wrong values.
+
+`x * rsqrt(mean(x ** 2))` at 300 in float16 is `x * rsqrt(inf)`, which is 0: loss and gradients stay finite and the layer is dead.
+But `1 / (1 + exp(12))` is healed rightly. So each healed result is compared with float32's at the same place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from halfwise.core.diagnosis import Diagnosis
+from halfwise.torch.closure import Closure, Region
+from halfwise.torch.localise import precision_verdict
+from halfwise.torch.region import device_type_of
+from halfwise.torch.replay import replay
+from halfwise.torch.slicing import Origins, origins
+from halfwise.torch.trace import Record, Trace
+
+__all__ = ["silent_overflow"]
+
+_HALF = ("float16", "bfloat16")
+_FACTOR = 2.0  # largest values further apart than this are different, whatever rounding does
+
+_Where = tuple[str, str, str, int]
+
+
+def silent_overflow(
+    model: nn.Module, closures: Sequence[Closure], *, half: Region, full: Region, half_format: str
+) -> Diagnosis | None:
+    """The diagnosis of a sound step in which an overflow made values finite and wrong; None where there is none."""
+    trace = replay(model, closures, half, 1.0, traced=True).trace
+    assert trace is not None
+    healed = _healed(trace)
+    if not healed:
+        return None
+    reference = replay(model, closures, full, 1.0, traced=True).trace
+    assert reference is not None
+    theirs = _by_place(reference)
+    ours = {record.index: where for where, record in _by_place(trace).items()}
+    wrong = [record for record in healed if _differs(record, theirs.get(ours[record.index]))]
+    if not wrong:
+        return None
+    # the walk starts at the inputs of the healing operations: these are the infinities
+    starts = [given.record for record in wrong for given in record.inputs if _overflowed(trace.records[given.record])]
+    found = origins(trace, starts)
+    found = Origins(tuple(r for r in found.operations if r.dtype in _HALF), ())
+    if not found.operations:
+        return None
+    at = wrong[0].place.source
+    what = (
+        f"loss and gradients are finite, but {wrong[0].operation}{f' at {at}' if at else ''} turned an infinity into values up "
+        f"to {wrong[0].largest:.3g}; in float32 it gives {theirs[ours[wrong[0].index]].largest:.3g}"
+    )
+    return precision_verdict(trace, found, what, half_format, device_type_of(model), 1.0)
+
+
+def _overflowed(record: Record) -> bool:
+    return not record.finite and not record.intended and not record.kind
+
+
+def _healed(trace: Trace) -> list[Record]:
+    """Forward records with finite values although an input has overflowed."""
+    records = trace.settle()
+    return [
+        record
+        for record in records
+        if record.finite
+        and record.direction == "forward"
+        and any(_overflowed(records[given.record]) for given in record.inputs)
+    ]
+
+
+def _by_place(trace: Trace) -> dict[_Where, Record]:
+    """Records by module, operation, line, and count of such: the same place has the same key in both precisions."""
+    count: Counter[tuple[str, str, str]] = Counter()
+    placed: dict[_Where, Record] = {}
+    for record in trace.settle():
+        where = (record.place.module, record.operation, record.place.source)
+        placed[(*where, count[where])] = record
+        count[where] += 1
+    return placed
+
+
+def _differs(record: Record, reference: Record | None) -> bool:
+    if reference is None or not reference.finite:
+        return False
+    low, high = sorted((record.largest, reference.largest))
+    return high > _FACTOR * low

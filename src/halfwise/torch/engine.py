@@ -1,0 +1,313 @@
+"""The machinery of one training under `MixedPrecision`: tries a batch, judges it, applies or skips it, changes the plan.
+
+`mixed_precision.py` is what users call; `healing.py` is what happens after a failure that skipping cannot cure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfwise.core.diagnosis import Diagnosis, Incident
+from halfwise.core.guard import Action, GuardState, Observation, observe
+from halfwise.core.loss_scale import LossScaleSettings
+from halfwise.core.plan import Plan
+from halfwise.core.profile import Profile
+from halfwise.core.timing import TimingTable
+from halfwise.errors import UsageError
+from halfwise.torch import gradients
+from halfwise.torch.apply import AppliedPlan
+from halfwise.torch.attempt import Attempt, Begun
+from halfwise.torch.closure import Closure, split_loss
+from halfwise.torch.evidence import Evidence, Trial
+from halfwise.torch.healing import heal
+from halfwise.torch.localise import localise
+from halfwise.torch.loss_scale import LossScale
+from halfwise.torch.profile import profile_parameters
+from halfwise.torch.region import device_type_of, region
+from halfwise.torch.result import StepResult
+from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of, rehearsal
+
+__all__ = ["Engine"]
+
+_SAMPLE_EVERY = 100  # steps between two looks at weights and weight gradients
+
+
+class Engine:
+    """See `MixedPrecision` for the arguments.
+
+    Attributes:
+        plan: the plan in force; None while evidence is gathered (everything is in float32 then).
+        guard_state: the guard's memory.
+        begun: the step under way, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan | None,
+        *,
+        guard: bool | Literal["report"],
+        tolerance: float,
+        timing: TimingTable | None,
+        log: Callable[[str], None],
+    ) -> None:
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self.guard = guard
+        self.log = log
+        self.device_type = device_type_of(model)
+        self.plan: Plan | None = None
+        self.profile: Profile | None = None
+        self.timing = timing
+        self.tolerance = tolerance
+        self.incidents: list[Incident] = []
+        self.guard_state = GuardState()
+        self.steps = 0
+        self.skipped_steps = 0
+        self.begun: Begun | None = None
+        self.scale = LossScale(LossScaleSettings())
+        self.evidence: Evidence | None = None
+        self._buffers = BufferCopies(model)
+        self.devices = devices_of(model)
+        trained = {id(p) for p in self.trained()}
+        self._untrained = [p for p in model.parameters() if id(p) not in trained]
+        self._applied = AppliedPlan(model, plan or Plan.manual(), whole_model=False)
+        if plan is None:
+            self.evidence = Evidence(model, tolerance=tolerance, timing=timing)
+        else:
+            self.use_plan(plan)
+
+    # Precision
+
+    @property
+    def compute(self) -> str:
+        """The format of the region around forward pass and loss."""
+        return self.plan.default.compute if self.plan is not None else "float32"
+
+    @property
+    def scaled(self) -> bool:
+        """True where the loss is scaled, because something computes in float16."""
+        return self.plan is not None and self.plan.uses("float16")
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale in force; 1 where none is used."""
+        return self.scale.value if self.scaled else 1.0
+
+    def region(self) -> AbstractContextManager[object]:
+        """The precision region."""
+        return region(self.device_type, self.compute)
+
+    def use_plan(self, plan: Plan) -> None:
+        """Puts `plan` in force in place of the present one. A loss scale that is in use stays where it stands."""
+        was_scaled = self.scaled
+        self._applied.remove()
+        self._applied = AppliedPlan(self.model, plan, whole_model=False)
+        self.plan = plan
+        self.evidence = None
+        if plan.loss_scale is not None and not was_scaled:
+            self.scale = LossScale(plan.loss_scale)
+
+    def close(self) -> None:
+        """Restores the model."""
+        self._applied.remove()
+        self.evidence = None
+
+    # One step
+
+    def begin(self) -> Begun:
+        """Starts a step, keeping what would have to be put back."""
+        if self.guard or self.scaled:
+            self._buffers.save()
+        self.begun = Begun(RandomState(self.devices))
+        return self.begun
+
+    def attempt(self, closures: tuple[Closure, ...]) -> Attempt:
+        """Forward, backward and unscaling of one batch, from cleared gradients."""
+        outputs = []
+        with self.observing():
+            for index, closure in enumerate(closures):
+                with self._no_sync(last=index == len(closures) - 1):
+                    with self.region():
+                        loss, output = split_loss(closure())
+                    self.backward(loss / len(closures) if len(closures) > 1 else loss)
+                outputs.append(output)
+        return self.measured(outputs[0] if len(outputs) == 1 else outputs)
+
+    def attempt_again(self, closures: tuple[Closure, ...]) -> Attempt:
+        """The same batch once more, from the same generators, buffers and cleared gradients."""
+        self.rewind()
+        return self.attempt(closures)
+
+    def rewind(self) -> None:
+        """Back to the beginning of the step: buffers, generators, no gradients."""
+        self._buffers.restore()
+        self.clear_gradients()
+        if self.begun is not None:
+            self.begun.random_state.restore()
+            self.begun.clear()
+
+    def backward(self, loss: Tensor) -> None:
+        """Scales the loss and goes backward."""
+        begun = self.begun or self.begin()
+        begun.losses.append(loss.detach())
+        (self.scale.scaled(loss) if self.scaled else loss).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self) -> Begun:
+        """Unscales and measures the gradients, once per step."""
+        begun = self.begun or self.begin()
+        if begun.norm is None:
+            begun.views = gradients.dense_views(self.trained())
+            if self.scaled:
+                gradients.unscale(begun.views, self.scale.value)
+            begun.norm = gradients.total_norm(begun.views)
+        return begun
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clips the unscaled gradients; returns their norm before."""
+        begun = self.unscale()
+        norm = begun.norm if begun.norm is not None else torch.zeros(())
+        gradients.clip(begun.views, norm, max_norm)
+        return norm
+
+    def measured(self, output: Any) -> Attempt:
+        """What came out, read from the device once."""
+        begun = self.unscale()
+        if not begun.views or begun.norm is None:
+            raise UsageError(
+                "no parameter of the optimizer got a gradient; call backward on a loss that is computed from the parameters that "
+                "the optimizer was made from"
+            )
+        loss = begun.losses[0] if len(begun.losses) == 1 else torch.stack([x.reshape(()) for x in begun.losses]).sum()
+        numbers = torch.stack((begun.norm, loss.to(begun.norm.device, torch.float32).reshape(())))
+        norm_value, loss_value = numbers.tolist()
+        return Attempt(loss.reshape(()), output, loss_value, norm_value)
+
+    def finish(self, attempt: Attempt, closures: tuple[Closure, ...] | None, max_norm: float | None) -> StepResult:
+        """Applies or skips the step, after healing where the guard can, and ends it."""
+        incident, retries = None, 0
+        if self.judge(attempt) == "localise" and closures is not None:
+            attempt, incident, retries = heal(self, closures, attempt)
+        used_scale = self.loss_scale
+        if attempt.sound:
+            if max_norm is not None:
+                self.clip(max_norm)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.applied(attempt)
+        return self.ended(attempt, used_scale, incident, retries, closures)
+
+    def ended(
+        self,
+        attempt: Attempt,
+        used_scale: float,
+        incident: Incident | None,
+        retries: int,
+        closures: tuple[Closure, ...] | None,
+    ) -> StepResult:
+        """Counts the step, moves the loss scale, and makes the plan where enough evidence was seen."""
+        if not attempt.sound:
+            self._buffers.restore()
+            self.skipped_steps += 1
+        if self.scaled:
+            self.scale.update(not attempt.sound)
+        self.steps += 1
+        self.begun = None
+        if self.evidence is not None and self.evidence.complete:
+            self._decide(self.evidence, closures)
+        return StepResult(
+            loss=attempt.loss,
+            output=attempt.output,
+            applied=attempt.sound,
+            loss_scale=used_scale,
+            grad_norm=attempt.norm_value,
+            incident=incident,
+            retries=retries,
+        )
+
+    def judge(self, attempt: Attempt) -> Action:
+        """The guard's word on an attempt; without a guard, apply or skip."""
+        if not self.guard:
+            return "apply" if attempt.sound else "skip"
+        seen = Observation(
+            loss_finite=attempt.loss_finite,
+            gradients_sound=attempt.gradients_sound,
+            scaled=self.scaled,
+            at_floor=self.scale.at_floor,
+        )
+        self.guard_state, action = observe(self.guard_state, seen)
+        return action
+
+    def localise(self, closures: tuple[Closure, ...]) -> Diagnosis:
+        """Looks for the culprit by replays of the batch from the beginning of the step."""
+        self.rewind()
+
+        def full() -> AbstractContextManager[object]:
+            stack = ExitStack()
+            stack.enter_context(self._applied.suspended())
+            stack.enter_context(region(self.device_type, "float32"))
+            return stack
+
+        half = next((name for name in ("float16", "bfloat16") if self.plan is not None and self.plan.uses(name)), "float32")
+        return localise(self.model, closures, half=self.region, full=full, half_format=half, loss_scale=self.loss_scale)
+
+    def record(self, incident: Incident) -> Incident:
+        """Keeps an incident and says it."""
+        self.incidents.append(incident)
+        self.log(f"step {incident.step}, {incident.kind}: {incident.text}")
+        return incident
+
+    def trained(self) -> Iterable[Tensor]:
+        """The parameters of the optimizers."""
+        return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+
+    def clear_gradients(self) -> None:
+        """Sets all gradients to None, also those of parameters that no optimizer trains."""
+        for parameter in self.trained():
+            parameter.grad = None
+        for parameter in self._untrained:
+            parameter.grad = None
+
+    def rehearsed_loss(self, closures: tuple[Closure, ...]) -> float:
+        """The mean loss of the batch, computed without leaving a trace."""
+        with rehearsal(self.model), self.region():
+            losses = [split_loss(closure())[0].detach().float().reshape(()) for closure in closures]
+        return float(torch.stack(losses).mean())
+
+    def abandon(self) -> None:
+        """After an exception: as if the step had not begun."""
+        if self.begun is not None:
+            self.rewind()
+            self.begun = None
+
+    def observing(self) -> AbstractContextManager[object]:
+        """Around a forward pass, so that it yields evidence where some is wanted."""
+        return self.evidence.observing() if self.evidence is not None else nullcontext()
+
+    def applied(self, attempt: Attempt) -> None:
+        """After the optimizers stepped: the guard's memory, and a look at the numbers where it is time."""
+        self.guard_state = GuardState(settled=True)
+        if self.evidence is not None:
+            self.evidence.add_step(attempt.loss_value)
+        elif self.guard and (self.steps + 1) % _SAMPLE_EVERY == 0:
+            sampled = profile_parameters(self.model)
+            earlier = self.profile.histograms if self.profile is not None else {}
+            self.profile = Profile({**earlier, **sampled.histograms})
+
+    def _decide(self, evidence: Evidence, closures: tuple[Closure, ...] | None) -> None:
+        plan = evidence.plan(Trial(self.model, closures) if closures is not None else None)
+        self.profile, self.timing = evidence.profile, evidence.timing
+        self.use_plan(plan)
+
+    def _no_sync(self, *, last: bool) -> AbstractContextManager[object]:
+        """Under data parallelism gradients are reduced after the last closure only."""
+        if last or not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()

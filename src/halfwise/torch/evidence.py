@@ -1,0 +1,127 @@
+"""The evidence behind "auto": gathered from the user's own first steps, which train in float32 meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import pstdev
+
+import torch
+from torch import nn
+
+from halfwise.core.plan import Plan
+from halfwise.core.planner import LEAST_GAIN, float32_plan, plan_from
+from halfwise.core.profile import Profile
+from halfwise.core.timing import TimingTable
+from halfwise.torch.apply import AppliedPlan
+from halfwise.torch.closure import Closure, split_loss
+from halfwise.torch.measure import LayerTimer, half_formats, now
+from halfwise.torch.names import unwrap
+from halfwise.torch.profile import Recorder, eager
+from halfwise.torch.region import device_type_of, region
+from halfwise.torch.snapshot import rehearsal
+
+__all__ = ["EVIDENCE_STEPS", "Evidence", "Trial"]
+
+EVIDENCE_STEPS = 3
+_ROUNDS = 4
+
+class Evidence:
+    """Watches the first steps and then makes a plan.
+
+    Args:
+        model: what is trained.
+        tolerance: share of the loss's own spread over the evidence steps that a plan may change it by.
+        timing: seconds per layer and format; None measures them in the last of the steps.
+    """
+
+    def __init__(self, model: nn.Module, *, tolerance: float, timing: TimingTable | None) -> None:
+        self._model = model
+        self._tolerance = tolerance
+        self._supplied = timing
+        self._recorder = Recorder(model)
+        self._timer = LayerTimer(model, device_type_of(model), half_formats(device_type_of(model)))
+        self._losses: list[float] = []
+
+    @property
+    def complete(self) -> bool:
+        """True where enough steps were seen."""
+        return len(self._losses) >= EVIDENCE_STEPS
+
+    @property
+    def profile(self) -> Profile:
+        """The exponent histograms so far."""
+        return self._recorder.profile
+
+    @property
+    def timing(self) -> TimingTable:
+        """The supplied timing table, or what was measured so far."""
+        return self._supplied if self._supplied is not None else self._timer.table
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Around the forward and backward pass of one step."""
+        with ExitStack() as stack:
+            stack.enter_context(eager())
+            stack.enter_context(self._recorder.recording())
+            if self._supplied is None and len(self._losses) == EVIDENCE_STEPS - 1:
+                stack.enter_context(self._timer.timing())
+            yield
+
+    def add_step(self, loss: float) -> None:
+        """Ends a step that was applied, while its gradients are there, unscaled."""
+        self._recorder.record_parameters()
+        self._losses.append(loss)
+
+    def plan(self, trial: Trial | None) -> Plan:
+        """The plan, tried out against float32 where the timing was measured here and a `trial` can be made."""
+        name = type(unwrap(self._model)).__name__
+        plan = plan_from(self.profile, self.timing, model=name)
+        if plan.default.compute == "float32" or trial is None or self._supplied is not None:
+            return plan
+        return self._confirmed(plan, trial, name)
+
+    def _confirmed(self, plan: Plan, trial: Trial, name: str) -> Plan:
+        full = float32_plan(self.profile, self.timing, model=name)
+        trial(plan), trial(full)  # warm-up
+        half_runs, full_runs = [], []
+        for _ in range(_ROUNDS):
+            half_runs.append(trial(plan))
+            full_runs.append(trial(full))
+        ratio = min(seconds for _, seconds in half_runs) / min(seconds for _, seconds in full_runs)
+        change = abs(half_runs[-1][0] - full_runs[-1][0])
+        spread = pstdev(self._losses)
+        what = plan.default.compute
+        if not ratio < 1.0 - LEAST_GAIN:
+            detail = f"tried on a whole step: {what} takes {ratio:.2f} of the float32 time"
+            return float32_plan(self.profile, self.timing, model=name, because=("slower", detail))
+        if not (math.isfinite(change) and change <= max(self._tolerance * spread, 1e-3 * abs(full_runs[-1][0]))):
+            detail = (
+                f"tried on a whole step: {what} changes the loss by {change:.3g}; its spread over batches is {spread:.3g}, "
+                f"of which {self._tolerance:g} may be spent"
+            )
+            return float32_plan(self.profile, self.timing, model=name, because=("sensitivity", detail))
+        return plan
+
+
+class Trial:
+    """Runs a batch under one plan or another, forward and backward, and leaves no trace."""
+
+    def __init__(self, model: nn.Module, closures: tuple[Closure, ...]) -> None:
+        self._model = model
+        self._closures = closures
+        self._device_type = device_type_of(model)
+
+    def __call__(self, plan: Plan) -> tuple[float, float]:
+        """`(mean loss, seconds)`; the generators stand where they stood, so that dropout masks are the same each time."""
+        losses = []
+        with rehearsal(self._model), AppliedPlan(self._model, plan, whole_model=False):
+            start = now(self._device_type)
+            for closure in self._closures:
+                with region(self._device_type, plan.default.compute):
+                    loss, _ = split_loss(closure())
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach().float().reshape(()))
+            seconds = now(self._device_type) - start
+        return float(torch.stack(losses).mean()), seconds

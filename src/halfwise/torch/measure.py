@@ -1,0 +1,143 @@
+"""How long each layer takes in each format on this device: forward and backward on the inputs that it really gets.
+
+A layer is timed inside a forward pass that happens anyway, on detached copies of its inputs, so that nothing has to be kept.
+A format's probe is cut short once its forward pass alone has taken longer than forward and backward in float32: that the format
+is slower here is all that a planner needs to know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfwise.core.timing import TimingTable
+from halfwise.torch.profile import is_whole, profiled_layers, tensors_in
+from halfwise.torch.region import region
+from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of
+
+__all__ = ["LayerTimer", "half_formats", "now"]
+
+_LEAST_ROUNDS = 3
+_MOST_ROUNDS = 20
+_ENOUGH_SECONDS = 5e-3  # of float32 probes for one layer; what disturbs a measurement only ever lengthens it, so minima are taken
+
+
+def half_formats(device_type: str) -> tuple[str, ...]:
+    """The half-precision formats that `device_type` can run at all."""
+    if device_type == "cuda" and not torch.cuda.is_bf16_supported():
+        return ("float16",)
+    return ("bfloat16", "float16")
+
+
+class LayerTimer:
+    """Times the layers of a model that have weights; see the text of this file."""
+
+    def __init__(self, model: nn.Module, device_type: str, formats: Sequence[str]) -> None:
+        self._device_type = device_type
+        self._formats = tuple(formats)
+        self._layers = {path: module for path, module in profiled_layers(model).items() if _is_timed(module)}
+        self._seconds: dict[str, dict[str, float]] = {}
+        self._cut_short: set[tuple[str, str]] = set()
+
+    @property
+    def table(self) -> TimingTable:
+        """What was measured so far."""
+        return TimingTable({p: dict(t) for p, t in self._seconds.items()}, frozenset(self._cut_short))
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Within the block, each layer is timed when it is called for the first time."""
+        with ExitStack() as stack:
+            for path, module in self._layers.items():
+                handle = module.register_forward_pre_hook(partial(self._before_forward, path), with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    def _before_forward(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path in self._seconds or not torch.is_grad_enabled():
+            return
+        self._seconds[path] = {"float32": 1e-9}  # taken: a layer that calls itself is timed once
+        random_state = RandomState(devices_of(module))
+        buffers = BufferCopies(module)
+        buffers.save()
+        try:
+            self._seconds[path] = self._measure(path, module, args, kwargs)
+        finally:
+            buffers.restore()
+            random_state.restore()
+
+    def _measure(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+        def probe(name: str, limit: float = float("inf")) -> float:
+            return _forward_and_backward(module, args, kwargs, self._device_type, name, limit)
+
+        probe("float32")  # warm-up: allocations, and one-time choices of kernels
+        times = {"float32": [probe("float32")]}
+        result: dict[str, float] = {}
+        for name in self._formats:
+            limit = min(times["float32"])
+            first = probe(name, limit)
+            if first > limit:
+                first = probe(name, limit)  # once more: the first one paid for the warm-up
+            if first > limit:
+                self._cut_short.add((path, name))
+                result[name] = first
+            else:
+                times[name] = []
+        for _ in range(_MOST_ROUNDS):
+            for name, seconds in times.items():
+                seconds.append(probe(name))
+            if len(times["float32"]) > _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
+                break
+        return {**{name: min(seconds) for name, seconds in times.items()}, **result}
+
+
+def _is_timed(module: nn.Module) -> bool:
+    """Modules with weights that contain no other timed module, so that no time is counted twice."""
+    has_weights = next(module.parameters(), None) is not None
+    return has_weights and (is_whole(module) or not any(True for _ in module.children()))
+
+
+def _forward_and_backward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str, name: str, limit: float
+) -> float:
+    """Seconds of one forward and backward; of the forward alone where that already exceeds `limit`."""
+    args, kwargs = _detached(args), _detached(kwargs)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
+    start = now(device_type)
+    with region(device_type, name, cache=False):
+        output = type(module).forward(module, *args, **kwargs)
+    outputs = [t for t in tensors_in(output) if t.requires_grad]
+    if not outputs or not (parameters or inputs):
+        return now(device_type) - start
+    if limit != float("inf") and (forward := now(device_type) - start) > limit:
+        return forward
+    ones = [torch.ones_like(t) for t in outputs]
+    torch.autograd.grad(outputs, [*inputs, *parameters], ones, allow_unused=True)
+    return now(device_type) - start
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = [_detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_detached(item) for item in value]
+    return value
+
+
+def now(device_type: str) -> float:
+    """Seconds on a steady clock, once the device has done all that it was given."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

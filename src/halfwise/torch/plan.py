@@ -1,0 +1,53 @@
+"""A plan before training: the evidence of a few rehearsed steps instead of the first real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from halfwise.core.plan import Plan
+from halfwise.core.timing import TimingTable
+from halfwise.torch.closure import Closure, as_closures, split_loss
+from halfwise.torch.evidence import EVIDENCE_STEPS, Evidence, Trial
+from halfwise.torch.region import device_type_of, region
+from halfwise.torch.snapshot import rehearsal
+from halfwise.torch.validate import check_options
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: nn.Module,
+    closure: Closure | Sequence[Closure],
+    *,
+    timing: TimingTable | None = None,
+    tolerance: float = 0.1,
+    objective: str = "time",
+) -> Plan:
+    """What `"auto"` would choose for `model` on this device. Nothing is changed: weights, gradients, buffers, generators.
+
+    Args:
+        model: the module to plan for, parameters in float32.
+        closure: returns the loss, or a tuple that begins with it. Several closures are several batches; their losses' spread is
+            the noise that rounding is compared with.
+        timing: seconds per layer and format; None measures them here.
+        tolerance: how much of that spread a plan may change the loss by; default a tenth.
+        objective: `"time"`.
+
+    Example:
+        >>> import torch, halfwise.torch as hw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> timing = hw.TimingTable({"0": {"float32": 2e-3, "bfloat16": 1e-3}})
+        >>> hw.plan(model, lambda: model(torch.ones(8, 8)).square().mean(), timing=timing).compute("0")
+        'bfloat16'
+    """
+    check_options(guard=True, tolerance=tolerance, objective=objective)
+    closures = as_closures(closure)
+    evidence = Evidence(model, tolerance=tolerance, timing=timing)
+    for number in range(max(EVIDENCE_STEPS, len(closures))):
+        with rehearsal(model), evidence.observing(), region(device_type_of(model), "float32"):
+            loss, _ = split_loss(closures[number % len(closures)]())
+            loss.backward()  # type: ignore[no-untyped-call]
+            evidence.add_step(float(loss.detach()))
+    return evidence.plan(Trial(model, closures[-1:]))

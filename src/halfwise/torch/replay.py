@@ -1,0 +1,177 @@
+"""Runs a step's closures once more, traced or not, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfwise.torch.closure import Closure, Region, split_loss
+from halfwise.torch.gradients import LARGEST_NORM, dense_views, total_norm
+from halfwise.torch.names import unwrap
+from halfwise.torch.snapshot import rehearsal
+from halfwise.torch.trace import Trace
+
+__all__ = ["Replay", "bad_gradients", "naming_inputs", "replay", "uncompiled"]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one more run of the step showed.
+
+    Attributes:
+        loss_finite: every closure's loss was finite.
+        gradients_sound: the squared norm of the unscaled gradients is finite in float32; True where backward was not reached.
+        trace: the record of operations, if it was traced.
+        bad: in the trace, the records that end in the bad loss or gradients.
+        seeds: in the trace, the records of the gradients that backward started from.
+        limit: magnitudes above this count as bad: inf unless all gradients are finite and too large to square.
+    """
+
+    loss_finite: bool
+    gradients_sound: bool
+    trace: Trace | None
+    bad: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
+    limit: float = math.inf
+
+    @property
+    def sound(self) -> bool:
+        """The step would be applied."""
+        return self.loss_finite and self.gradients_sound
+
+    @property
+    def what(self) -> str:
+        """What is wrong, in words."""
+        if not self.loss_finite:
+            return "the loss is not finite"
+        if self.limit < math.inf:
+            return "the squared norm of the gradients is not finite in float32"
+        return "gradients are not finite"
+
+
+def replay(model: nn.Module, closures: Sequence[Closure], region: Region, scale: float, *, traced: bool) -> Replay:
+    """Runs forward and backward of `closures` in `region` at loss scale `scale`; stops where a loss is not finite.
+
+    Gradients, buffers and random generators are put back afterwards.
+    """
+    trace = Trace(model) if traced else None
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        stack.enter_context(rehearsal(model))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.enable_grad())
+        if trace is not None:
+            stack.enter_context(naming_inputs(model, trace))
+        leaves: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        seeds: list[int] = []
+        for closure in closures:
+            with trace or nullcontext():
+                with region():
+                    loss, _ = split_loss(closure())
+                if not math.isfinite(loss.detach()):
+                    return Replay(False, True, trace, (trace.producer(loss),) if trace else ())
+                leaves += stack.enter_context(_foreign_leaves(loss, leaves))
+                seeds += _backward(loss, scale / len(closures), trace)
+        sound = _sound(leaves, scale)
+        bad, limit = bad_gradients(trace, leaves) if trace and not sound else ((), math.inf)
+        return Replay(True, sound, trace, bad, tuple(seeds), limit)
+
+
+def _backward(loss: Tensor, factor: float, trace: Trace | None) -> list[int]:
+    """Goes backward from `factor` times the loss; returns the records of the gradient that it starts from.
+
+    The scaling is done as a loss scaler does it: in float32, also for a loss in half.
+    """
+    if trace is None:
+        (loss.float() * factor).backward()  # type: ignore[no-untyped-call]
+        return []
+    index = trace.producer(loss)
+    with trace.attributed_to(trace.records[index].place) if index >= 0 else nullcontext():
+        scaled = loss.float() * factor
+        seed = torch.ones_like(scaled)
+    scaled.backward(seed)  # type: ignore[no-untyped-call]
+    return [trace.producer(seed)]
+
+
+def _sound(leaves: Sequence[Tensor], scale: float) -> bool:
+    with torch.no_grad():
+        views = dense_views(leaves)
+        if scale != 1.0 and views:
+            torch._foreach_mul_(views, 1.0 / scale)
+        return math.isfinite(float(total_norm(views).square()))
+
+
+def bad_gradients(trace: Trace, leaves: Sequence[Tensor]) -> tuple[tuple[int, ...], float]:
+    """The records behind the bad gradients, and the magnitude above which a finite value counts as bad."""
+    records = trace.settle()
+    made = [trace.producer(leaf.grad) for leaf in leaves if leaf.grad is not None]
+    made = [index for index in made if index >= 0]
+    bad = tuple(index for index in made if not records[index].finite)
+    if bad:
+        return bad, math.inf
+    largest = max((records[index].largest for index in made), default=0.0)
+    limit = min(LARGEST_NORM, largest) / 2  # many gradients just below the limit overflow together
+    return tuple(index for index in made if records[index].largest > limit), limit
+
+
+@contextmanager
+def _foreign_leaves(loss: Tensor, known: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Leaves of the loss's graph that are not in `known`, such as a criterion's own parameters; their gradients are put back."""
+    ids = {id(tensor) for tensor in known}
+    leaves: list[Tensor] = []
+    pending: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        if not following:  # AccumulateGrad, the only kind without any, holds the leaf
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor) and id(leaf) not in ids:
+                ids.add(id(leaf))
+                leaves.append(leaf)
+        pending += [next_node for next_node, _ in following]
+    kept = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield leaves
+    finally:
+        for leaf, gradient in zip(leaves, kept, strict=True):
+            leaf.grad = gradient
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """A context in which compiled code runs eagerly, so that it can be traced."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
+
+
+@contextmanager
+def naming_inputs(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """Within the block the trace learns the names of what the model is called with."""
+    root = unwrap(model)
+
+    def declare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            given = inspect.signature(type(root).forward).bind(root, *args, **kwargs).arguments
+        except (TypeError, ValueError):
+            given = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+        for name, value in given.items():
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    trace.declare_input(name, tensor)
+
+    handle = root.register_forward_pre_hook(declare, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

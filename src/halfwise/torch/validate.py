@@ -1,0 +1,89 @@
+"""What `MixedPrecision` accepts: one clear error for each thing that it cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfwise.core.plan import Default, Plan
+from halfwise.core.policy import compute_format, parse_policy
+from halfwise.errors import PolicyError, UsageError
+from halfwise.torch.names import unwrap
+
+__all__ = ["as_optimizers", "as_policy", "check_model", "check_options"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """One optimizer or several, as a tuple of at least one."""
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
+        raise UsageError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer, or a non-empty list of them")
+    return optimizers
+
+
+def as_policy(policy: str | Plan | PathLike[str], model: nn.Module) -> tuple[str, Plan | None]:
+    """`(name of the policy, plan)`; the plan is None for `"auto"`, which makes one later."""
+    if isinstance(policy, Plan):
+        return "plan", policy
+    if isinstance(policy, PathLike) or (isinstance(policy, str) and (policy.endswith(".toml") or Path(policy).is_file())):
+        return "plan", Plan.load(fspath(policy))
+    if not isinstance(policy, str):
+        raise PolicyError(f"policy is {policy!r}; give a policy's name, a Plan, or the path of a plan file (plan.toml)")
+    name = parse_policy(policy)
+    if name == "auto":
+        return name, None
+    compute = compute_format(name)
+    plan = Plan.manual(default=compute)
+    default = Default(compute=compute, reason="policy", detail=f"policy {name!r}")
+    return name, Plan(model=type(unwrap(model)).__name__, default=default, loss_scale=plan.loss_scale)
+
+
+def check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Checks that the optimizers train parameters of `model`, in float32.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is {type(model).__name__}; give a torch.nn.Module")
+    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF]
+    if half:
+        raise UsageError(
+            f"the model is already in half precision: trainable parameters {_some(half)} are {_dtype(model, half[0])}. Small updates "
+            "would be lost (a weight of 1.0 in bfloat16 ignores every update below 0.004). Keep float32 weights: call model.float() "
+            "before you make the optimizer; halfwise computes in half precision from them"
+        )
+    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in trained):
+        raise UsageError("the optimizer has no trainable parameters; make it from model.parameters() with requires_grad=True")
+    if any(p.requires_grad and p.dtype in _HALF for p in trained):
+        raise UsageError("the optimizer holds trainable parameters in half precision; make it from float32 parameters")
+    own = {id(p) for p in model.parameters()}
+    strangers = sum(1 for o in optimizers if not any(id(p) in own for g in o.param_groups for p in g["params"]))
+    if strangers == len(optimizers):
+        raise UsageError("the optimizer has no parameters of this model; make it from this model's model.parameters()")
+
+
+def check_options(*, guard: object, tolerance: float, objective: str) -> None:
+    """Checks the keyword arguments of `MixedPrecision`."""
+    if guard is not True and guard is not False and guard != "report":
+        raise UsageError(f'guard is {guard!r}; allowed: True, "report", False')
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0.0 < tolerance < float("inf"):
+        raise UsageError(f"tolerance is {tolerance!r}; give a positive number, such as 0.1")
+    if objective != "time":
+        raise PolicyError(f"objective is {objective!r}; allowed: 'time'")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _dtype(model: nn.Module, name: str) -> str:
+    return str(dict(model.named_parameters())[name].dtype).removeprefix("torch.")

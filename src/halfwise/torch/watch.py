@@ -1,0 +1,367 @@
+"""`watch`: the read-only front door, for a training loop that exists.
+
+Each step gets checks that cost next to nothing. After a failure the loop's own next step is recorded and the culprit named. The
+loop's results stay as they were, bit by bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from halfwise.core.diagnosis import VERDICTS, Diagnosis
+from halfwise.errors import UsageError
+from halfwise.torch.armed_trace import ArmedTrace
+from halfwise.torch.dead_updates import DeadUpdates
+from halfwise.torch.names import named_layers
+from halfwise.torch.region import device_type_of
+from halfwise.torch.vitals import highest, is_unsound, squared_norm
+from halfwise.torch.wiring import Wiring
+
+__all__ = ["Watch", "watch"]
+
+_PATIENCE = 4  # skips in a row, once the scale has settled, that are no longer its normal growth
+_TINY = 1.0  # a loss scale at which gradients of half precision should not overflow any more
+_TRIES = 2  # steps that are recorded after a failure before it is taken for a passing one
+_SAMPLE_EVERY = 100  # applied steps between two looks for dead updates
+
+_watches: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler | None = None,
+    *,
+    log: Callable[[str], None] | None = None,
+) -> Watch:
+    """Watches a training loop that uses `torch.autocast`, with or without a `GradScaler`, and changes nothing in it.
+
+    When a step fails, the loop's next step is recorded and a diagnosis is printed, once for each distinct one: verdict, module,
+    operation, line, range, and the smallest fix as lines to paste. Skips while the loss scale settles are healthy and not printed.
+
+    Args:
+        model: the module that the loop calls; compiled and wrapped ones too (a recorded step runs eagerly). A second watch of the
+            same model replaces the first.
+        optimizer: the optimizer that steps it.
+        scaler: the loop's `torch.amp.GradScaler`, if it has one.
+        log: called with each text; default prints to standard error.
+
+    Returns:
+        A `Watch`, also a context manager; `.close()` removes it without a trace.
+
+    Raises:
+        UsageError: an argument is of the wrong kind.
+
+    Example:
+        >>> import torch, halfwise.torch as hw
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+        >>> with hw.watch(model, optimizer, scaler) as seen:
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         with torch.autocast("cpu", dtype=torch.float16):
+        ...             loss = model(torch.ones(2, 4)).float().mean()
+        ...         scaler.scale(loss).backward()
+        ...         scaler.step(optimizer)
+        ...         scaler.update()
+        >>> seen.applied_steps + seen.skipped_steps, seen.diagnoses
+        (3, [])
+    """
+    return Watch(model, optimizer, scaler, log=log)
+
+
+class Watch:
+    """What `watch` returns: the records of a watched loop.
+
+    Attributes:
+        applied_steps, skipped_steps: how often the optimizer stepped, and how often the scaler skipped it.
+        loss_scale_history: `(step, scale)` at the beginning and after each change; steps count from 0.
+        diagnoses: all that were found, the latest last.
+        dead_updates: share of elements per parameter whose last sampled update was lost to rounding though the gradient was not
+            zero; sampled every 100 applied steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: GradScaler | None = None,
+        *,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        _check(model, optimizer, scaler)
+        previous = _watches.get(model)
+        if previous is not None and (old := previous()) is not None:
+            old.close()
+        self.applied_steps = 0
+        self.skipped_steps = 0
+        self.loss_scale_history: list[tuple[int, float]] = []
+        self.diagnoses: list[Diagnosis] = []
+        self.dead_updates: dict[str, float] = {}
+        self._model = model
+        self._optimizer = optimizer
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._log = log or _to_stderr
+        self._device = device_type_of(model)
+        self._names = {id(p): name for name, p in _named_parameters(model)}
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._dead = DeadUpdates(self._names)
+        self._sampling = False
+        self._scale = self._scaler.get_scale() if self._scaler else 1.0
+        self._skips_in_a_row = 0
+        self._applied_in_a_row = 0
+        self._settled = False
+        self._stepped = False
+        self._found_inf: Tensor | None = None
+        self._unread: list[Tensor | float] = []
+        self._tries = 0
+        self._rest_until = 0
+        self._rest = 10
+        self._bad_gradients = ""
+        self._armed: ArmedTrace | None = None
+        self._said: set[Any] = set()
+        self._wiring = Wiring(model, optimizer, self._scaler, self)
+        _watches[model] = weakref.ref(self)
+        if self._scaler:
+            self.loss_scale_history.append((0, self._scale))
+        self._warn_of_half_weights()
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, applied or skipped."""
+        return self.applied_steps + self.skipped_steps
+
+    def close(self) -> None:
+        """Removes every hook and wrapper. Doing so twice is harmless."""
+        self._abandon()
+        self._wiring.remove()
+        registered = _watches.get(self._model)
+        if registered is not None and registered() is self:
+            del _watches[self._model]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def summary(self) -> str:
+        """What was seen so far, in a few lines of text."""
+        lines = [f"{self.steps} steps: {self.applied_steps} applied, {self.skipped_steps} skipped"]
+        if self._scaler:
+            lines.append(f"loss scale {self._scale:g}, {len(self.loss_scale_history) - 1} changes")
+        if self.skipped_steps:
+            verdict = VERDICTS["loss_scale_settling"] if not self.diagnoses else "see the diagnosis"
+            lines.append(f"skipped steps: {verdict}; a scheduler that steps anyway is {self.skipped_steps} steps ahead")
+        worst = sorted(self.dead_updates.items(), key=lambda item: -item[1])[:3]
+        if worst and worst[0][1] > 0.01:
+            lines.append("updates lost to rounding: " + ", ".join(f"{name} {share:.0%}" for name, share in worst))
+        lines += [f"{VERDICTS[d.verdict]}: {d.module or 'loss'} {d.operation} {d.source}" for d in self.diagnoses]
+        return "halfwise.watch: " + "\n  ".join(lines)
+
+    # What the wiring calls
+
+    def before_forward(self) -> None:
+        """The model is about to run in training."""
+        if self._tries > 0 and self._armed is None and ArmedTrace.possible():
+            self._armed = ArmedTrace(self._model)
+
+    def after_forward(self, output: Any) -> None:
+        """The model ran in training and gave `output`."""
+        if self._armed is not None:
+            self._armed.saw(output)
+        self._look_at(highest(output))
+
+    def after_scaling(self, loss: Any) -> None:
+        """The scaler was given `loss`, before scaling."""
+        if self._armed is not None:
+            self._armed.saw(loss)
+        self._look_at(highest(loss))
+
+    def before_scaler_step(self) -> None:
+        """The scaler is about to check the gradients, and to step or skip."""
+        self._conclude()
+        self._resolve()
+        self._stepped = False
+
+    def after_scaler_step(self) -> None:
+        """The scaler stepped or skipped."""
+        if self._found_inf is not None and self._device != "cpu":
+            return  # a fused optimizer decides on the device: `_resolve` reads it at the next step
+        skipped = not self._stepped if self._found_inf is None else bool(self._found_inf.item())
+        self._found_inf = None
+        self._count(skipped)
+
+    def after_scaler_update(self) -> None:
+        """The scaler moved its scale, or did not. It is read only where it must have moved: reading waits for the device."""
+        assert self._scaler is not None
+        interval = max(1, self._scaler.get_growth_interval())
+        if self._skips_in_a_row or self._applied_in_a_row % interval == 0 or self._device == "cpu":
+            scale = self._scaler.get_scale()
+            if scale != self._scale:
+                self._scale = scale
+                self.loss_scale_history.append((self.steps, scale))
+
+    def before_optimizer_step(self) -> None:
+        """The optimizer is about to step: always without a scaler, only on a sound step with one."""
+        self._stepped = True
+        if self._scaler is None:
+            self._conclude()
+            self._resolve()
+            self._count(skipped=False)
+            norm = squared_norm(self._parameters)
+            if isinstance(norm, float) or norm.device.type == "cpu":
+                if is_unsound(norm):
+                    self._note_bad_gradients()
+                    self._arm()
+            else:
+                self._unread.append(norm)
+        else:
+            found = getattr(self._optimizer, "found_inf", None)
+            self._found_inf = found if isinstance(found, Tensor) else None
+        self._sampling = (self.applied_steps - (self._scaler is None)) % _SAMPLE_EVERY == 0
+        if self._sampling:
+            self._dead.before(self._optimizer)
+
+    def after_optimizer_step(self) -> None:
+        """The optimizer stepped."""
+        if self._sampling:
+            self._sampling = False
+            self.dead_updates = self._dead.after() or self.dead_updates
+
+    # Decisions
+
+    def _look_at(self, values: list[Tensor]) -> None:
+        for value in values:
+            if value.device.type != "cpu":
+                self._unread.append(value)
+            elif is_unsound(value):
+                self._arm()
+
+    def _resolve(self) -> None:
+        """Reads what the last step left on an accelerator."""
+        if self._found_inf is not None:
+            skipped, self._found_inf = bool(self._found_inf.item()), None
+            self._count(skipped)
+        if self._unread:
+            unread, self._unread = self._unread, []
+            if any(is_unsound(value) for value in unread):
+                self._arm()
+
+    def _count(self, skipped: bool) -> None:
+        if not skipped:
+            self.applied_steps += 1
+            self._applied_in_a_row += 1
+            self._skips_in_a_row = 0
+            self._settled = True
+            return
+        self.skipped_steps += 1
+        self._skips_in_a_row += 1
+        self._applied_in_a_row = 0
+        if self._scale <= _TINY or (self._settled and self._skips_in_a_row >= _PATIENCE):
+            self._arm()
+
+    def _arm(self) -> None:
+        """Has the following steps recorded, unless this failure was diagnosed a moment ago."""
+        if self.steps < self._rest_until or self._tries or self._armed is not None:
+            return
+        self._tries = _TRIES
+        if not self._wiring.sees_forward:
+            self.before_forward()
+
+    def _conclude(self) -> None:
+        """Ends a recording, with a diagnosis if the step failed."""
+        armed, self._armed = self._armed, None
+        if armed is None:
+            return
+        self._tries -= 1
+        diagnosis = armed.finish(self._parameters, loss_scale=self._scale, device=self._device)
+        if diagnosis is None:
+            return
+        self._tries = 0
+        self._rest_until = self.steps + self._rest
+        self._rest *= 10
+        if diagnosis.verdict == "nonfinite_parameters" and self._bad_gradients:
+            diagnosis = _with_history(diagnosis, self._bad_gradients)
+        self.diagnoses.append(diagnosis)
+        self._say(diagnosis.text(), (diagnosis.verdict, diagnosis.module, diagnosis.operation, diagnosis.source))
+
+    def _abandon(self) -> None:
+        if self._armed is not None:
+            self._armed.abandon()
+            self._armed = None
+
+    def _note_bad_gradients(self) -> None:
+        if self._bad_gradients:
+            return
+        bad = [
+            self._names.get(id(p), "?")
+            for p in self._parameters
+            if p.grad is not None and is_unsound(squared_norm([p]))
+        ]
+        names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        self._bad_gradients = f"the gradients of step {self.steps - 1} were not finite first ({names})"
+
+    def _warn_of_half_weights(self) -> None:
+        half = [
+            (self._names[id(p)], str(p.dtype).removeprefix("torch."))
+            for p in self._parameters
+            if p.dtype in (torch.float16, torch.bfloat16)
+        ]
+        if half:
+            name, dtype = half[0]
+            self._say(
+                f"halfwise: {len(half)} trainable parameters are in half, such as {name} in {dtype}: updates below half an ulp "
+                "are lost\nfix        model.float()  # float32 master weights; keep torch.autocast for the computation",
+                "half weights",
+            )
+
+    def _say(self, text: str, about: object) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            self._log(text)
+
+
+def _with_history(diagnosis: Diagnosis, history: str) -> Diagnosis:
+    return Diagnosis(
+        diagnosis.verdict,
+        suspects=diagnosis.suspects,
+        detail=f"{diagnosis.detail}; {history}, and the optimizer wrote them into the weights",
+        fix=(*diagnosis.fix, "# hw.MixedPrecision(model, optimizer, policy=...) skips such steps in every precision"),
+        evidence=diagnosis.evidence,
+    )
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (f"{path}.{name}" if path else name, parameter)
+        for path, module in named_layers(model)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _check(model: object, optimizer: object, scaler: object) -> None:
+    wanted = ((model, nn.Module, "model"), (optimizer, Optimizer, "optimizer"))
+    for given, kind, name in wanted:
+        if not isinstance(given, kind):
+            raise UsageError(
+                f"watch({name}={given!r}): it must be a torch {kind.__name__}; hw.watch(model, optimizer, scaler=scaler)"
+            )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise UsageError(f"watch(scaler={scaler!r}): it must be a torch.amp.GradScaler, or None for a loop without one")
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text + "\n")

@@ -1,0 +1,90 @@
+"""Gradients of every kind, against torch's own functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfwise.torch import gradients
+
+
+def parameters_with(*grads: Tensor | None) -> list[nn.Parameter]:
+    made = []
+    for grad in grads:
+        parameter = nn.Parameter(torch.zeros_like(grad.to_dense() if grad is not None and grad.is_sparse else grad) if grad is not None else torch.zeros(2))
+        parameter.grad = grad
+        made.append(parameter)
+    return made
+
+
+def test_norm_and_clipping_are_bit_for_bit_torchs() -> None:
+    torch.manual_seed(0)
+    shapes = [(3, 4), (7,), (2, 3, 5)]
+    ours = parameters_with(*(torch.randn(s) * 3 for s in shapes))
+    theirs = parameters_with(*(p.grad.clone() for p in ours if p.grad is not None))
+    expected = nn.utils.clip_grad_norm_(theirs, 0.7)
+    views = gradients.dense_views(ours)
+    norm = gradients.total_norm(views)
+    gradients.clip(views, norm, 0.7)
+    assert torch.equal(norm, expected)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("scale", [65536.0, 3.0, 2.0**-14])
+def test_unscaling_is_bit_for_bit_torchs(scale: float) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(100))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    optimizer = torch.optim.SGD([parameter])
+    scaler.scale(torch.zeros(1))
+    parameter.grad = torch.randn(100)
+    ours = parameter.grad.clone()
+    scaler.unscale_(optimizer)
+    gradients.unscale([ours], scale)
+    assert torch.equal(ours, parameter.grad)
+
+
+def test_sparse_gradients_count_every_row_once() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), torch.tensor([[3.0], [4.0], [1.0]]), (4, 1), check_invariants=True)
+    (parameter,) = parameters_with(sparse)
+    views = gradients.dense_views([parameter])
+    assert float(gradients.total_norm(views)) == pytest.approx((4.0**2 + 4.0**2) ** 0.5)
+    gradients.unscale(views, 2.0)
+    assert parameter.grad is not None
+    assert parameter.grad.to_dense().flatten().tolist() == [2.0, 0.0, 2.0, 0.0]
+
+
+def test_complex_gradients_are_seen_as_pairs() -> None:
+    (parameter,) = parameters_with(torch.tensor([3.0 + 4.0j]))
+    views = gradients.dense_views([parameter])
+    assert float(gradients.total_norm(views)) == 5.0
+    gradients.unscale(views, 2.0)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.5 + 2.0j]
+
+
+def test_mixed_dtypes_and_missing_gradients() -> None:
+    parameters = parameters_with(torch.tensor([3.0]), None, torch.tensor([4.0], dtype=torch.float64))
+    views = gradients.dense_views(parameters)
+    assert len(views) == 2
+    assert float(gradients.total_norm(views)) == 5.0
+    gradients.unscale(views, 2.0)
+    assert [float(v) for v in views] == [1.5, 2.0]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 1e30, -1e20])
+def test_what_would_break_adam_is_not_sound(bad: float) -> None:
+    assert not float(gradients.total_norm([torch.tensor([1.0, bad])])) <= gradients.LARGEST_NORM
+
+
+def test_the_largest_sound_norm_has_a_finite_square() -> None:
+    assert torch.isfinite(torch.tensor(gradients.LARGEST_NORM).square())
+    assert float(gradients.total_norm([torch.tensor([1e19])])) <= gradients.LARGEST_NORM
+
+
+def test_no_gradients_have_norm_zero() -> None:
+    assert float(gradients.total_norm([])) == 0.0
