@@ -8,12 +8,13 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _one_seed_and_one_wrapping() -> Iterator[None]:
-    """Each test starts from the same generator state."""
+def _one_seed_and_one_thread() -> Iterator[None]:
+    """Each test starts from the same generator state, with one thread."""
     try:
         import torch
     except ModuleNotFoundError:
         yield
         return
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the tests' tensors are tiny: threads would only wait for each other
     yield

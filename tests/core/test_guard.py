@@ -43,7 +43,12 @@ def test_a_healthy_step_starts_the_count_anew() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [seen(loss=False, gradients=False), seen(loss=False), seen(gradients=False, scaled=False), seen(gradients=False, floor=True)],
+    [
+        seen(loss=False, gradients=False),
+        seen(loss=False),
+        seen(gradients=False, scaled=False),
+        seen(gradients=False, floor=True),
+    ],
     ids=["loss not finite", "only the loss not finite", "nothing is scaled", "at the floor"],
 )
 @pytest.mark.parametrize("settled", [True, False])

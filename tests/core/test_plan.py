@@ -48,8 +48,12 @@ def test_contradicting_patterns_are_an_error_and_agreeing_ones_are_not() -> None
 
 
 def test_names_of_modules_that_do_not_exist_are_given() -> None:
-    p = Plan(model="Big", layers=(Rule(path="encoder.fc3", compute="float32"), Rule(pattern="decoder.*", compute="float32")))
-    with pytest.raises(PlanError, match=r"'Big'.*'Small' does not have: 'encoder\.fc3', 'decoder\.\*'.*did you mean 'encoder\.fc'"):
+    p = Plan(
+        model="Big", layers=(Rule(path="encoder.fc3", compute="float32"), Rule(pattern="decoder.*", compute="float32"))
+    )
+    with pytest.raises(
+        PlanError, match=r"'Big'.*'Small' does not have: 'encoder\.fc3', 'decoder\.\*'.*did you mean 'encoder\.fc'"
+    ):
         p.check_paths(["", "encoder", "encoder.fc"], "Small")
 
 

@@ -160,7 +160,10 @@ def test_truncate_after_keeps_bytes_and_removes_the_summary(tmp_path: Path) -> N
     lines = path.read_bytes().splitlines(keepends=True)
     with path.open("a") as file:
         file.write('{"step":5')
+    for name in (".metrics.jsonl.17.tmp", "profile.npz.17.tmp", ".plan.toml.x1"):
+        (record.directory / name).write_text("left by a kill")
     record.truncate_after(2)
+    assert {entry.name for entry in record.directory.iterdir()} == {"environment.json", "metrics.jsonl", "events.jsonl"}
     assert path.read_bytes() == b"".join(lines[:3])
     assert (record.events(), record.summary()) == ([], None)
     record.truncate_after(-1)

@@ -56,9 +56,9 @@ def test_the_plan() -> None:
     text = words(shown(plan_screen(explain_plan(SOURCES))))
     for part in (
         "Plan runs/a (torch for Net, target: here)",
-        "Default float16: the format is faster here, and range and tolerance allow it (takes 0.50 of the float32 time)",
+        "Default float16, because the format is faster here, and range and tolerance allow it: takes 0.50 of",
         "Loss scale starts at 1,024, stays between 1 and 16,777,216",
-        "head float32 its values would not fit the format (largest 1e5)",
+        "head float32 its values would not fit the format: largest 1e5",
         "blocks.*.norm float32 the format is not faster here",
         "halfwise explain runs/a head",
     ):

@@ -82,15 +82,21 @@ def test_auto_that_chose_float32_gives_the_measured_ratios_and_reasons() -> None
     for part in (
         "Test accuracy 0.9833 on 359 images",
         "15 epochs, 345 steps, 1 min 15 s; convnet on digits, seed 0",
-        'float32, chosen by "auto": the format is not faster here (time relative to float32 here: bfloat16 12)',
-        "3.12 ms in float32; its layers measured in bfloat16 at least 12x, float16 8.25x that time",
+        'float32, chosen by "auto": the format is not faster here: time relative to float32 here: bfloat16 12',
+        "3.12 ms in float32; its layers alone would take at least 12x in bfloat16, 8.25x in float16",
         "Skipped steps none",
         "Incidents none",
-        "conv float32 the format is not faster here (bfloat16 takes 12 of its time)",
+        "conv float32 the format is not faster here: bfloat16 takes 12 of its time",
         "Run directory runs/image-auto-1",
         "Next halfwise explain runs/image-auto-1",
     ):
         assert part in text
+
+
+def test_auto_that_had_too_few_steps_says_so() -> None:
+    text = words(shown({**SUMMARY, "plan": None, "format_times": {}}, 200))
+    assert 'float32, too few steps for "auto" to gather its evidence' in text
+    assert "3.12 ms in float32 Skipped" in text
 
 
 def test_what_comes_from_a_plan_steers_nothing() -> None:

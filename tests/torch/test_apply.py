@@ -67,7 +67,9 @@ def test_modules_compute_in_the_planned_format(plan: hw.Plan, expected: list[tor
     assert output.dtype is F32  # nobody outside asked for half
 
 
-@pytest.mark.parametrize("plan", [hw.Plan.manual({"head": "float32"}, default="bfloat16"), hw.Plan.manual({"body": "bfloat16"})])
+@pytest.mark.parametrize(
+    "plan", [hw.Plan.manual({"head": "float32"}, default="bfloat16"), hw.Plan.manual({"body": "bfloat16"})]
+)
 def test_gradients_reach_all_float32_weights(plan: hw.Plan) -> None:
     model = Net()
     with hw.apply(model, plan):
@@ -209,7 +211,10 @@ def test_a_rule_that_never_ran_is_told() -> None:
         (hw.Plan.manual({"head": "float8_e4m3fn"}), "'head' asks for compute = 'float8_e4m3fn'"),
         (hw.Plan.manual(default="tensorfloat32"), "'default' asks for compute"),
         (hw.Plan.manual(framework="keras"), "framework 'keras'"),
-        (hw.Plan(layers=(hw.Rule(path="head", compute="float32", parameters="bfloat16"),)), "'head' asks for parameters"),
+        (
+            hw.Plan(layers=(hw.Rule(path="head", compute="float32", parameters="bfloat16"),)),
+            "'head' asks for parameters",
+        ),
     ],
 )
 def test_what_cannot_be_executed_is_refused_by_name(plan: hw.Plan, message: str) -> None:

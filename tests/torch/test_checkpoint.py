@@ -75,7 +75,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
     "rprop": lambda p: torch.optim.Rprop(p),
     "adagrad": lambda p: torch.optim.Adagrad(p),
-    "lbfgs": lambda p: torch.optim.LBFGS(p[:4], max_iter=2),  # it refuses the transposed one
+    "lbfgs": lambda p: torch.optim.LBFGS(p[1:], max_iter=2),  # it refuses the transposed one, the first
 }
 
 
@@ -85,9 +85,9 @@ def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int)
 
         def closure(x: Tensor = x) -> float:
             model.zero_grad()
-            loss = model(x).square().mean()
+            loss: Tensor = model(x).square().mean()
             torch.autograd.backward(loss)
-            return float(loss)
+            return loss.item()
 
         closure()
         for optimizer in optimizers:
@@ -232,7 +232,7 @@ def test_other_optimizers_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", model=model, optimizer=torch.optim.SGD(parameters), progress={})
     with pytest.raises(UsageError, match="holds SGD; here is Adam"):
         load_checkpoint(tmp_path / "c", model=model, optimizer=torch.optim.Adam(parameters))
-    with pytest.raises(UsageError, match="does not fit SGD"):
+    with pytest.raises(UsageError, match="does not fit the SGD"):
         load_checkpoint(tmp_path / "c", model=model, optimizer=torch.optim.SGD(parameters[:2]))
     with pytest.raises(UsageError, match="saved without a MixedPrecision"):
         load_checkpoint(tmp_path / "c", model=model, optimizer=torch.optim.SGD(parameters), mp=Scale())

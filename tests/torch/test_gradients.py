@@ -12,7 +12,11 @@ from halfwise.torch import gradients
 def parameters_with(*grads: Tensor | None) -> list[nn.Parameter]:
     made = []
     for grad in grads:
-        parameter = nn.Parameter(torch.zeros_like(grad.to_dense() if grad is not None and grad.is_sparse else grad) if grad is not None else torch.zeros(2))
+        parameter = nn.Parameter(
+            torch.zeros_like(grad.to_dense() if grad is not None and grad.is_sparse else grad)
+            if grad is not None
+            else torch.zeros(2)
+        )
         parameter.grad = grad
         made.append(parameter)
     return made
@@ -49,7 +53,9 @@ def test_unscaling_is_bit_for_bit_torchs(scale: float) -> None:
 
 
 def test_sparse_gradients_count_every_row_once() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), torch.tensor([[3.0], [4.0], [1.0]]), (4, 1), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2, 0]]), torch.tensor([[3.0], [4.0], [1.0]]), (4, 1), check_invariants=True
+    )
     (parameter,) = parameters_with(sparse)
     views = gradients.dense_views([parameter])
     assert float(gradients.total_norm(views)) == pytest.approx((4.0**2 + 4.0**2) ** 0.5)

@@ -41,7 +41,7 @@ def test_digits_are_split_the_same_every_time() -> None:
 
 
 def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no data called 'mnist'.*'digits'"):
+    with pytest.raises(UsageError, match=r"no data called 'mnist'.*'digits'"):
         load_images("mnist")
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="is a file"):

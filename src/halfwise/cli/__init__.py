@@ -9,6 +9,8 @@ from __future__ import annotations
 import typer
 
 from halfwise.cli.doctor import doctor
+from halfwise.cli.explain import explain
+from halfwise.cli.train import train
 
 __all__ = ["app"]
 
@@ -31,3 +33,5 @@ def _commands() -> None:
 
 # One line per command, in the order in which the help lists them.
 app.command(epilog="Example: halfwise doctor --device cpu --json > doctor.json")(doctor)
+app.add_typer(train, name="train")
+app.command(epilog="Example: halfwise explain runs/image-auto-1 conv")(explain)

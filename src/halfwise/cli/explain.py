@@ -14,7 +14,7 @@ __all__ = ["explain"]
 def explain(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_PLAN", help="A run directory, or a plan.toml.")],
     module: Annotated[
-        str | None, typer.Argument(metavar="[MODULE]", help="A module's path, such as conv or encoder.3.fc2.")
+        str | None, typer.Argument(metavar="MODULE", help="A module's path, such as conv or encoder.3.fc2.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the explanation as JSON on stdout, and nothing else there.")

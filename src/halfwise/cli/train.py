@@ -36,7 +36,7 @@ def image(
         ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the data. Default: 15 for digits, 5 for a directory.")
+        int | None, typer.Option(min=1, help="Passes over the data. Default: 20 for digits, 5 for a directory.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images per step. Default: 64.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's learning rate. Default: 0.001.")] = None,
@@ -63,8 +63,8 @@ def image(
 ) -> None:
     """Train a convolutional image classifier, and say what the policy did and what it cost.
 
-    The run directory holds plan, metrics, events, checkpoint and summary. A run that was killed, at whatever moment, goes
-    on with --resume as if nothing had happened, to the last bit.
+    The run directory holds plan, metrics, events, checkpoint and summary.
+    Killed at whatever moment, a run goes on with --resume, exact to the last bit.
     """
     given = {
         "policy": policy,
@@ -94,6 +94,7 @@ def _image(framework: str, given: dict[str, object], out: Path | None, resume: b
         raise MissingDependencyError("torch", "torch", "halfwise train") from error
     from rich.console import Console
 
+    from halfwise.core.diagnosis import VERDICTS
     from halfwise.core.record import json_ready
     from halfwise.report.train import TrainingView, training_screen
     from halfwise.workloads.runs import finish, new_run, resumed_run
@@ -115,10 +116,9 @@ def _image(framework: str, given: dict[str, object], out: Path | None, resume: b
         typer.echo(f"halfwise: interrupted{kept}", err=True)
         raise typer.Exit(130) from None
     except TrainingStopped as stopped:
-        typer.echo(f"{stopped}", err=True)
-        if record is not None:
-            typer.echo(f"The run up to here is in {record.directory}: halfwise explain {record.directory}", err=True)
-        raise typer.Exit(1) from None
+        where = f" The run up to here is kept: halfwise explain {record.directory}" if record is not None else ""
+        typer.echo(f"halfwise: training stopped: {VERDICTS[stopped.diagnosis.verdict]}.{where}", err=True)
+        raise typer.Exit(1) from None  # the guard has printed its diagnosis
     if as_json:
         typer.echo(json.dumps(json_ready({"run": str(record.directory), **summary}), indent=2, allow_nan=False))
     else:

@@ -41,10 +41,10 @@ class Suspect:
     """An operation whose inputs were sound and whose output was not.
 
     Attributes:
-        module: dotted path of the innermost module that ran the operation; `""` is the model itself where `module_class` is
-            set, and else the code outside all modules (usually the loss).
-        operation: the operation's name, such as `"aten.addmm"`; `""` where no operation is to blame: a parameter or input that
-            was bad from the start.
+        module: dotted path of the innermost module that ran the operation; `""` is the model itself where
+            `module_class` is set, and else the code outside all modules (usually the loss).
+        operation: the operation's name, such as `"aten.addmm"`; `""` where no operation is to blame: a parameter or
+            input that was bad from the start.
         direction: `"forward"`, `"backward"`, or `""` without an operation.
         source: `"file.py:line"` of the user's code, or `""` where unknown.
         dtype: the output's dtype, such as `"float16"`.
@@ -197,6 +197,11 @@ class Incident:
             suspects=tuple(s.module for s in diagnosis.suspects),
             text=diagnosis.text(),
         )
+
+    @property
+    def same_as(self) -> tuple[str, ...]:
+        """What two incidents have in common that tell the same thing about different steps."""
+        return (self.kind, self.verdict, self.module, self.operation, self.direction, self.dtype)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values."""

@@ -83,10 +83,11 @@ def exponent_counts(array: npt.NDArray[Any], *, threads: int = 1) -> ExponentCou
             f"cannot count exponents of dtype {array.dtype}: "
             "give float16, float32, float64, complex64, complex128, or a float type of ml_dtypes"
         )
-    if values.size <= _FEW or _kernels() is None:
+    kernels = _kernels()
+    if values.size <= _FEW or kernels is None:
         chunks = (values[start : start + _BLOCK] for start in range(0, values.size, _BLOCK))
-        return _sum([_count_float32(chunk.astype(np.float32), threads) for chunk in chunks])
-    return _count_patterns(values, threads)
+        return _sum([_count_float32(_widened(chunk), threads) for chunk in chunks])
+    return _count_patterns(values, kernels, threads)
 
 
 def counts_from_indices(indices: npt.NDArray[np.integer[Any]], infinities: int) -> ExponentCounts:
@@ -155,16 +156,14 @@ def _window(bits: UInt32s, width: int) -> tuple[np.uint32, np.uint32] | None:
     held = below[width:] - below[:-width]
     # Of the windows that hold the most, the middle one: the tails that the sample missed lie on both sides.
     best = np.flatnonzero(held == held.max())
-    if held.max() < 0.8 * finite.sum():
+    if held.max() < 0.99 * finite.sum():
         return None
     crowded = sample.max() > 0.3 * sample.sum()
     return np.uint32(best[best.size // 2]), np.uint32(4 if crowded else 1)
 
 
-def _count_patterns(values: npt.NDArray[Any], threads: int) -> ExponentCounts:
+def _count_patterns(values: npt.NDArray[Any], kernels: ModuleType, threads: int) -> ExponentCounts:
     """The counts of 8-bit or 16-bit floats, by bit pattern."""
-    kernels = _kernels()
-    assert kernels is not None  # the caller checked
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     # The sign is of no interest. Not all formats of 8 bits have it in the top bit, and there the signs cost nothing.
     mask = 0x7FFF if values.dtype.itemsize == 2 else 0xFF
@@ -174,8 +173,7 @@ def _count_patterns(values: npt.NDArray[Any], threads: int) -> ExponentCounts:
         kernels.count_patterns(chunk, unsigned.type(mask), counts)
 
     counts = _in_threads(count, values.view(unsigned), patterns.size, threads)
-    with np.errstate(invalid="ignore"):
-        magnitudes = patterns.view(values.dtype).astype(np.float32).view(np.uint32) & _MAGNITUDE
+    magnitudes = _widened(patterns.view(values.dtype)).view(np.uint32) & _MAGNITUDE
     indices = np.zeros(_INDICES, np.int64)
     np.add.at(indices, (magnitudes - np.uint32(1)) >> np.uint32(21), counts)
     return counts_from_indices(indices, int(counts[magnitudes == _INFINITY].sum()))
@@ -215,12 +213,18 @@ def _count_infinities(bits: UInt32s) -> int:
     return sum(int(np.count_nonzero((block & _MAGNITUDE) == _INFINITY)) for block in blocks)
 
 
+def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Values of 8 or 16 bits in float32, which holds them all."""
+    with np.errstate(invalid="ignore"):  # signalling NaN become quiet ones
+        return values.astype(np.float32)
+
+
 def _narrowed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     """`|values|` in float32, rounded up: bins are closed above, so each value keeps its bin. inf beyond the largest."""
     magnitudes = np.abs(values)
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         narrow = magnitudes.astype(np.float32)
-    return (narrow.view(np.uint32) + (narrow < magnitudes)).view(np.float32)
+        return (narrow.view(np.uint32) + (narrow < magnitudes)).view(np.float32)
 
 
 def _sum(counts: list[ExponentCounts]) -> ExponentCounts:

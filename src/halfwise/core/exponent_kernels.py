@@ -10,8 +10,8 @@ store a cycle, whatever the memory could deliver. `count_float32` halves the sto
    Meanwhile the next block is prefetched, so that its memory latency passes under the increments.
 
 A 7-bit half code holds a window of 127 bins (31 binades) and one slot for everything else: zeros, and values outside
-the window. Values outside are recounted one by one; a block that lies mostly outside is counted by the plain loop. Any
-data are counted exactly; only the speed depends on the window.
+the window. Values outside are recounted one by one; a block with many of them is counted by the plain loop. Any data are
+counted exactly; only the speed depends on the window.
 
 Increments of one counter in quick succession wait for each other, and a processor that guesses wrongly which ones do
 loses more still (on data that are half zeros a loop with one table takes nearly three times as long). So a counter may
@@ -109,24 +109,32 @@ def _fill_codes(first: UInt32s, second: UInt32s, codes: UInt16s, base: np.uint32
 
 
 @_compile
-def _any_outside(values: UInt32s, base: np.uint32) -> bool:
-    """True where some value is neither zero nor in the window."""
-    outside = U32(0)
-    for i in range(values.size):
-        a = _index(values[i])
-        outside = U32(outside | U32(U32(U32(min(U32(a - base), OTHER)) + ONE) >> SLOT_BITS) ^ U32(a >> ZERO_BIT))
-    return bool(outside != 0)
+def _outside(index: np.uint32, base: np.uint32) -> np.uint32:
+    """1 for a value that is neither zero nor in the window, else 0."""
+    return U32(U32(U32(min(U32(index - base), OTHER)) + ONE) >> SLOT_BITS) ^ U32(index >> ZERO_BIT)
 
 
 @_compile
-def _recount(values: UInt32s, base: np.uint32, bins: UInt32s) -> None:
-    """Add to `bins` the values that are neither zero nor in the window."""
+def _any_outside(values: UInt32s, base: np.uint32) -> bool:
+    """True where some value is neither zero nor in the window."""
+    found = U32(0)
+    for i in range(values.size):
+        found = U32(found | _outside(_index(values[i]), base))
+    return bool(found != 0)
+
+
+@_compile
+def _recount(values: UInt32s, base: np.uint32, found: UInt32s, bins: UInt32s) -> None:
+    """Add to `bins` the values that are neither zero nor in the window. `found` is scratch, shape (STRIP,)."""
     for start in range(0, values.size, STRIP):
         if _any_outside(values[start : start + STRIP], base):
-            for i in range(start, start + STRIP):
+            count = U32(0)
+            for i in range(start, start + STRIP):  # no branch here: the processor could not predict it
                 index = _index(values[i])
-                if U32(index - base) >= OTHER and index != ZERO:
-                    bins[index] += ONE
+                found[count] = index
+                count = U32(count + _outside(index, base))
+            for i in range(count):
+                bins[found[i]] += ONE
 
 
 @_compile
@@ -244,17 +252,18 @@ def count_float32(values: UInt32s, base: np.uint32, copies: np.uint32, bins: UIn
     codes = np.empty(CODES, np.uint16)
     table = np.zeros((1 << 14) * np.int64(copies), np.uint32)
     plain = np.zeros(4 * BINS, np.uint32)
+    found = np.empty(STRIP, np.uint32)
     recounted = U32(0)
     for start in range(0, half, CODES):
         stop = start + CODES
         outside = _fill_codes(first[start:stop], second[start:stop], codes, base)
-        if outside > CODES // 4:  # an eighth of the block's values
+        if outside > CODES // 128:  # one value of 256: recounting would take as long
             _count_plain(first[start:stop], plain)
             _count_plain(second[start:stop], plain)
             continue
         if outside:
-            _recount(first[start:stop], base, bins)
-            _recount(second[start:stop], base, bins)
+            _recount(first[start:stop], base, found, bins)
+            _recount(second[start:stop], base, found, bins)
             recounted = U32(recounted + outside)
         if copies == ONE:
             _count_codes(codes, table, first_address + 4 * stop, second_address + 4 * stop)

@@ -37,7 +37,7 @@ def _edges() -> npt.NDArray[np.float64]:
 EDGES: npt.NDArray[np.float64] = _edges()
 """The edges of the bins, float64, shape (1021,): 0, 2^-128, 2^-127, ..., float32's largest value."""
 
-# The smallest float32 value of each bin: the open edge below it does not tell whether a limit inside the bin reaches any.
+# The smallest float32 value of each bin: the open edge does not tell whether any lies at or below a limit in the bin.
 _LOWEST = np.nextafter(EDGES[:-1].astype(np.float32), np.float32(np.inf)).astype(np.float64)
 
 

@@ -52,9 +52,13 @@ class LossScaleSettings:
     growth_delay: int = 0
 
     def __post_init__(self) -> None:
-        _require(LOWEST_FLOOR <= self.floor <= self.ceiling, "floor", self.floor, f"2^-14 to the ceiling ({self.ceiling:g})")
+        _require(
+            LOWEST_FLOOR <= self.floor <= self.ceiling, "floor", self.floor, f"2^-14 to the ceiling ({self.ceiling:g})"
+        )
         _require(self.floor <= self.ceiling <= CEILING, "ceiling", self.ceiling, f"the floor ({self.floor:g}) to 2^24")
-        _require(self.floor <= self.initial <= self.ceiling, "initial", self.initial, f"{self.floor:g} to {self.ceiling:g}")
+        _require(
+            self.floor <= self.initial <= self.ceiling, "initial", self.initial, f"{self.floor:g} to {self.ceiling:g}"
+        )
         _require(1.0 < self.growth_factor < math.inf, "growth_factor", self.growth_factor, "more than 1")
         _require(0.0 < self.backoff_factor < 1.0, "backoff_factor", self.backoff_factor, "between 0 and 1")
         _require(self.growth_interval >= 1, "growth_interval", self.growth_interval, "at least 1")

@@ -93,7 +93,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.pattern is None):
-            raise PlanError(f"a layer needs a path or a pattern, and not both; got path={self.path!r}, pattern={self.pattern!r}")
+            raise PlanError(
+                f"a layer needs a path or a pattern, and not both; got path={self.path!r}, pattern={self.pattern!r}"
+            )
         _check_formats(self, self.name)
         if self.reason not in get_args(Reason):
             raise PlanError(f"layer {self.name!r} has the reason {self.reason!r}; allowed: {', '.join(REASONS)}")
@@ -240,7 +242,11 @@ class Plan:
         ]
         if missing:
             near = difflib.get_close_matches(missing[0], known, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has: {', '.join(map(repr, known[:8]))}"
+            hint = (
+                f"did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f"it has: {', '.join(map(repr, known[:8]))}"
+            )
             shown = ", ".join(map(repr, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             made_for = f" (made for {self.model!r})" if self.model else ""
             raise PlanError(f"the plan{made_for} names modules that {model!r} does not have: {shown}; {hint}")

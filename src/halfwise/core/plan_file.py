@@ -41,7 +41,9 @@ def read_plan(path: str | Path) -> Plan:
             raise PlanError(f"{file} has {file.stat().st_size} bytes; a plan has at most {_LARGEST_FILE}")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read the plan {str(file)!r}: {error}; give the path of a plan file (plan.toml)") from error
+        raise PlanError(
+            f"cannot read the plan {str(file)!r}: {error}; give the path of a plan file (plan.toml)"
+        ) from error
     return loads(text, source=str(file))
 
 
@@ -178,7 +180,9 @@ def _read_loss_scale(data: Any, source: str) -> LossScaleSettings:
 def _only(table: Mapping[str, Any], allowed: set[str], where: str) -> None:
     unknown = sorted(set(table) - allowed)
     if unknown:
-        raise PlanError(f"{where} has unknown fields {', '.join(map(repr, unknown[:8]))}; allowed: {', '.join(sorted(allowed))}")
+        raise PlanError(
+            f"{where} has unknown fields {', '.join(map(repr, unknown[:8]))}; allowed: {', '.join(sorted(allowed))}"
+        )
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

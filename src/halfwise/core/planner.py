@@ -16,7 +16,16 @@ from halfwise.core.plan import Default, Plan, Reason, Rule
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
 
-__all__ = ["HEADROOM", "LARGEST_UNDERFLOW", "LEAST_GAIN", "RangeVerdict", "float32_plan", "loss_scale_for", "plan_from", "range_gate"]
+__all__ = [
+    "HEADROOM",
+    "LARGEST_UNDERFLOW",
+    "LEAST_GAIN",
+    "RangeVerdict",
+    "float32_plan",
+    "loss_scale_for",
+    "plan_from",
+    "range_gate",
+]
 
 HEADROOM = 8.0
 """How much larger than seen a value may become in later training and must still fit."""
@@ -135,7 +144,9 @@ def plan_from(profile: Profile, timing: TimingTable, *, framework: str = "torch"
     return Plan(
         framework="keras" if framework == "keras" else "torch",
         model=model,
-        default=Default(compute=name, reason="faster", detail=detail, evidence={"relative_time": 1.0 - gain / everything}),
+        default=Default(
+            compute=name, reason="faster", detail=detail, evidence={"relative_time": 1.0 - gain / everything}
+        ),
         loss_scale=loss_scale,
         layers=layers,
     )
@@ -191,11 +202,19 @@ def _decide(profile: Profile, timing: TimingTable, path: str, name: str, scale: 
     if seconds is not None:
         evidence["seconds"] = seconds
     if not _known(profile, path):
-        return Rule(path=path, compute="float32", reason="range", detail="it never ran, so its range is unknown", evidence=evidence)
+        return Rule(
+            path=path,
+            compute="float32",
+            reason="range",
+            detail="it never ran, so its range is unknown",
+            evidence=evidence,
+        )
     if not verdict.fits:
         return Rule(path=path, compute="float32", reason="range", detail=verdict.detail, evidence=evidence)
     if seconds is None or seconds >= full:
-        return Rule(path=path, compute="float32", reason="slower", detail=_compared(timing, path, name), evidence=evidence)
+        return Rule(
+            path=path, compute="float32", reason="slower", detail=_compared(timing, path, name), evidence=evidence
+        )
     return Rule(path=path, compute=name, reason="faster", detail=_compared(timing, path, name), evidence=evidence)
 
 

@@ -177,6 +177,8 @@ class RunRecord:
             if path.is_file():
                 write_file(path, b"".join(line for line, row in _lines(path) if row["step"] <= step))
         (self.directory / "summary.json").unlink(missing_ok=True)
+        for left_by_a_kill in [*self.directory.glob("*.tmp"), *self.directory.glob(".plan.toml.*")]:
+            left_by_a_kill.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Flushes the appended lines to the disk. Call it before a checkpoint: it must not know more than they do."""

@@ -35,11 +35,15 @@ class TimingTable:
     def __post_init__(self) -> None:
         for path, times in self.seconds.items():
             if "float32" not in times:
-                raise UsageError(f"timing table: layer {path!r} has no time for 'float32'; every format is compared with it")
+                raise UsageError(
+                    f"timing table: layer {path!r} has no time for 'float32'; every format is compared with it"
+                )
             for name, seconds in times.items():
                 get_format(name)
                 if not seconds > 0.0:
-                    raise UsageError(f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number")
+                    raise UsageError(
+                        f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number"
+                    )
 
     @property
     def formats(self) -> tuple[str, ...]:

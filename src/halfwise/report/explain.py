@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfwise.core.diagnosis import Incident
-from halfwise.report.tables import facts, format_name, incident_text, plan_table
+from halfwise.report.tables import facts, format_name, incident_text, plain, plan_table
 from halfwise.report.words import count, evidence_text, ratio_text
 
 __all__ = ["module_screen", "plan_screen"]
@@ -64,8 +64,8 @@ def module_screen(explanation: Mapping[str, Any]) -> RenderableType:
 
 
 def _what_and_why(entry: Mapping[str, Any]) -> Text:
-    detail = f" ({entry['detail']})" if entry["detail"] else ""
-    return Text.assemble(format_name(entry["compute"]), f": {entry['reason_text']}{detail}")
+    detail = f": {entry['detail']}" if entry["detail"] else ""
+    return Text.assemble(format_name(entry["compute"]), ", because ", plain(f"{entry['reason_text']}{detail}"))
 
 
 def _storage(entry: Mapping[str, Any]) -> list[tuple[str, RenderableType]]:

@@ -63,13 +63,13 @@ def incident_text(incident: Incident) -> str:
 def because(entry: Mapping[str, Any]) -> str:
     """An entry's reason in words, with its detail."""
     reason = REASONS.get(entry["reason"], entry["reason"])
-    return f"{reason} ({entry['detail']})" if entry["detail"] else reason
+    return f"{reason}: {entry['detail']}" if entry["detail"] else reason
 
 
 def _because(entry: Mapping[str, Any]) -> Text:
     text = plain(because({**entry, "detail": ""}))
     if entry["detail"]:
-        detail = plain(f" ({entry['detail']})")
+        detail = plain(f": {entry['detail']}")
         detail.stylize("dim")
         text.append_text(detail)
     return text

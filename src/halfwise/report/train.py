@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from halfwise.core.diagnosis import Incident
-from halfwise.report.tables import because, facts, incident_text, plan_table
+from halfwise.report.tables import because, facts, incident_text, plain, plan_table
 from halfwise.report.words import count, ratio_text, seconds_text
 
 __all__ = ["TrainingView", "training_screen"]
@@ -74,6 +74,11 @@ class TrainingView:
                 highlight=False,
             )
 
+    def measuring(self) -> None:
+        """Training is over, and the step time is measured."""
+        if self._task is not None:
+            self._progress.update(self._task, description="measuring the step time", state="")
+
     def message(self, text: str) -> None:
         """Prints a message above the bar."""
         self._console.print(Text(text, style="yellow"))
@@ -87,7 +92,7 @@ def training_screen(summary: Mapping[str, Any], run: str) -> RenderableType:
         run: the run directory.
     """
     parts: list[RenderableType] = ["", facts(_facts(summary))]
-    layers = summary["plan"]["layers"]
+    layers = summary["plan"]["layers"] if summary["plan"] is not None else []
     if layers:
         parts += ["", plan_table(layers, most=_MOST_LAYERS)]
     where: list[tuple[str, RenderableType]] = [
@@ -120,11 +125,13 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
 
 
 def _precision(summary: Mapping[str, Any]) -> Text:
+    if summary["plan"] is None:
+        return Text.assemble(("float32", "cyan"), ', too few steps for "auto" to gather its evidence')
     default = summary["plan"]["default"]
     by = {"auto": 'chosen by "auto"', "float32": "as asked"}.get(summary["policy"], f"policy {summary['policy']}")
     text = Text.assemble((default["compute"], "cyan"), f", {by}")
-    if summary["policy"] == "auto" or default["reason"] == "healed":
-        text.append(f": {because(default)}")
+    if default["reason"] not in ("policy", "manual"):
+        text.append_text(plain(f": {because(default)}"))
     return text
 
 
@@ -139,8 +146,8 @@ def _step_time(summary: Mapping[str, Any]) -> str:
     formats = summary["format_times"]
     if not formats:
         return f"{own} in float32"
-    told = ", ".join(f"{name} {ratio_text(t['ratio'], at_least=t['at_least'])}" for name, t in formats.items())
-    return f"{own} in float32; its layers measured in {told} that time"
+    told = ", ".join(f"{ratio_text(t['ratio'], at_least=t['at_least'])} in {name}" for name, t in formats.items())
+    return f"{own} in float32; its layers alone would take {told}"
 
 
 def _skipped(summary: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ from halfwise.torch.mixed_precision import MixedPrecision
 from halfwise.torch.plan import plan
 from halfwise.torch.profile import profile
 from halfwise.torch.result import StepResult
+from halfwise.torch.watch import Watch, watch
 
 __all__ = [
     "AppliedPlan",
@@ -43,6 +44,7 @@ __all__ = [
     "StepResult",
     "TimingTable",
     "TrainingStopped",
+    "Watch",
     "apply",
     "conversion_account",
     "diagnose",
@@ -50,4 +52,5 @@ __all__ = [
     "plan",
     "profile",
     "to_precision",
+    "watch",
 ]

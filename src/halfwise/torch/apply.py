@@ -197,7 +197,9 @@ def _mapping(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def _refuse_what_cannot_run(model: nn.Module, plan: Plan) -> None:
     if plan.framework != "torch":
-        raise PlanError(f"the plan is for framework {plan.framework!r}; this is the PyTorch adapter. Make one with halfwise.torch")
+        raise PlanError(
+            f"the plan is for framework {plan.framework!r}; this is the PyTorch adapter. Make one with halfwise.torch"
+        )
     plan.check_paths([path for path, _ in named_layers(model)], type(unwrap(model)).__name__)
     for entry in (plan.default, *plan.layers):
         name = "default" if isinstance(entry, Default) else entry.name
@@ -220,8 +222,7 @@ def _refuse_storage(entry: Default | Rule, name: str) -> None:
 def _forget_compiled_code(model: nn.Module) -> None:
     """Compiled code does not notice that a `forward` was replaced, so it is made again."""
     compiled = any(
-        "_orig_mod" in module._modules or module._compiled_call_impl is not None
-        for module in model.modules()
+        "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules()
     )
     if compiled:
         torch.compiler.reset()

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from halfwise.core.diagnosis import Diagnosis
 from halfwise.torch import fixes
+from halfwise.torch.gradients import LARGEST_NORM
 from halfwise.torch.localise import precision_verdict, range_of
 from halfwise.torch.operations import CONTRACTIONS
 from halfwise.torch.outside import from_outside
-from halfwise.torch.replay import bad_gradients, naming_inputs, uncompiled
+from halfwise.torch.records import Record
+from halfwise.torch.replay import largest_gradients, naming_inputs, nonfinite_gradients, uncompiled
 from halfwise.torch.slicing import Origins, origins, suspects
-from halfwise.torch.trace import Record, Trace
+from halfwise.torch.trace import Trace
 from halfwise.torch.vitals import floating_tensors
 
 __all__ = ["ArmedTrace"]
@@ -59,20 +61,17 @@ class ArmedTrace:
     def finish(self, parameters: Sequence[Tensor], *, loss_scale: float, device: str) -> Diagnosis | None:
         """Stops recording and says what was wrong with the step; None if nothing was."""
         self.abandon()
-        records = self.trace.settle()
+        trace, records = self.trace, self.trace.settle()
         bad = [i for i in self._results if i >= 0 and not records[i].finite and not records[i].intended]
         what = "the model's output or the loss is not finite" if bad else "gradients are not finite"
-        unsound, limit = bad_gradients(self.trace, parameters)
-        if bad or any(not records[i].finite for i in unsound):
-            bad += unsound if any(not records[i].finite for i in unsound) else ()
-            return _verdict(self.trace, origins(self.trace, bad), what, loss_scale, device)
-        if any(records[i].largest > _TOO_LARGE for i in unsound):
+        bad += nonfinite_gradients(trace, parameters)
+        if bad:
+            return _verdict(trace, origins(trace, bad), what, loss_scale, device)
+        large, limit = largest_gradients(trace, parameters)
+        if any(records[i].largest > LARGEST_NORM * loss_scale for i in large):
             what = "gradients are too large to square in float32"
-            return _verdict(self.trace, origins(self.trace, unsound, limit=limit), what, loss_scale, device)
+            return _verdict(trace, origins(trace, large, limit=limit), what, loss_scale, device)
         return None
-
-
-_TOO_LARGE = 1e19 * 65536.0  # scaled by a usual loss scale
 
 
 def _verdict(trace: Trace, found: Origins, what: str, loss_scale: float, device: str) -> Diagnosis | None:
@@ -108,8 +107,9 @@ def _verdict(trace: Trace, found: Origins, what: str, loss_scale: float, device:
 def _is_half_to_blame(trace: Trace, record: Record) -> bool:
     """Whether the operation failed for want of precision, judged without a replay in float32.
 
-    A NaN from sound inputs (an empty softmax, the logarithm of a negative number) is the same in every precision, unless it is
-    the inf - inf of a sum that overflowed on the way. A zero in half is more likely an underflow than a zero.
+    A NaN from sound inputs (an empty softmax, the logarithm of a negative number) is the same in every precision,
+    unless it is the inf - inf of a sum that overflowed on the way. A zero in half is more likely an underflow than a
+    zero.
     """
     if fixes.is_for_want_of_precision(trace, record):
         return True

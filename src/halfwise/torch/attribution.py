@@ -1,11 +1,13 @@
 """Which module and which line of the user's code an operation belongs to.
 
-Forward, both are read from the Python stack: the innermost call of an `nn.Module` that the model knows, and the innermost
-frame outside torch and halfwise. No hooks are installed, so nothing has to be removed, compiled models give no warning, and
-a module whose instance `forward` was replaced is still found. Backward there is no stack; there autograd's sequence numbers
-lead from a node to the forward operation that made it.
+Forward, both are read from the Python stack: the innermost call of an `nn.Module` that the model knows, and the
+    innermost
+frame outside torch and halfwise. No hooks are installed, so nothing has to be removed, compiled models give no warning,
+and a module whose instance `forward` was replaced is still found. Backward there is no stack; there autograd's sequence
+numbers lead from a node to the forward operation that made it.
 
-`setdefault` matters: operations without a gradient do not advance the sequence number and would claim their predecessor's.
+`setdefault` matters: operations without a gradient do not advance the sequence number and would claim their
+predecessor's.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +45,8 @@ _MODULE_CALL = nn.Module.__call__.__code__
 _ENGINE: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 """The last Python frame before the autograd engine: what lies beyond it called `backward()` and computed nothing."""
 
+_next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _NEITHER = frozenset({contextlib.__file__, functools.__file__})
 _IS_USERS: dict[str, bool] = {}
@@ -58,7 +62,9 @@ class Attribution:
 
     @contextmanager
     def fixed(self, place: Place) -> Iterator[None]:
-        """Within the block every operation belongs to `place`: for halfwise's own operations, such as scaling the loss."""
+        """Within the block every operation belongs to `place`: for halfwise's own operations, such as scaling the
+        loss.
+        """
         self._fixed = place
         try:
             yield
@@ -66,13 +72,15 @@ class Attribution:
             self._fixed = None
 
     def here(self, operation: str) -> tuple[Direction, Place, str]:
-        """Direction, place, and (backward) the forward operation that is being differentiated, for the running operation."""
-        node = torch._C._current_autograd_node()
+        """Direction, place, and (backward) the forward operation that is being differentiated, for the running
+        operation.
+        """
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             place = self._fixed or self._from_stack() or NOWHERE
-            self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, (place, operation))
+            self._nodes.setdefault(_next_sequence_number() - 1, (place, operation))
             return "forward", place, ""
-        known, of = self._nodes.get(node._sequence_nr(), (NOWHERE, ""))  # type: ignore[attr-defined]
+        known, of = self._nodes.get(node._sequence_nr(), (NOWHERE, ""))
         recomputed = torch.is_grad_enabled()  # checkpointing runs forward operations while going backward
         if recomputed or isinstance(node, torch.autograd.function.BackwardCFunction):
             found = self._from_stack()
@@ -80,7 +88,7 @@ class Attribution:
                 module = found if found.module_class else known
                 known = Place(module.module, module.module_class, found.source or known.source)
         if recomputed:
-            self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, (known, operation))
+            self._nodes.setdefault(_next_sequence_number() - 1, (known, operation))
             return "forward", known, ""
         return "backward", known, of
 

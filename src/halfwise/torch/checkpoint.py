@@ -203,7 +203,9 @@ def _read_weights(found: Path) -> dict[str, Tensor]:
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            # Cloned into memory of torch's own alignment: that of a mapped file changes the last bits of dot products.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return tensors, dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise DataError(f"{str(path)!r} is missing or damaged ({error}); use another checkpoint.") from error
 

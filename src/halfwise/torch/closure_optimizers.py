@@ -74,9 +74,7 @@ def step_inside_optimizer(engine: Engine, closures: tuple[Closure, ...], max_nor
         return engine.ended(first, engine.loss_scale, incident, retries, closures)
 
 
-def _run(
-    engine: Engine, optimizer: Optimizer, closures: tuple[Closure, ...], max_norm: float | None
-) -> Attempt:
+def _run(engine: Engine, optimizer: Optimizer, closures: tuple[Closure, ...], max_norm: float | None) -> Attempt:
     attempts: list[Attempt] = []
 
     def evaluate() -> Tensor:

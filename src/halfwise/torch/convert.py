@@ -80,7 +80,9 @@ def to_precision(value: Convertible, format_name: str) -> Convertible:
     if overflowed:
         names = ", ".join(overflowed[:5]) + (f" and {len(overflowed) - 5} more" if len(overflowed) > 5 else "")
         largest = get_format(format_name).largest
-        warnings.warn(f"values beyond {largest:.6g} do not fit {format_name} and became inf or NaN: {names}", stacklevel=2)
+        warnings.warn(
+            f"values beyond {largest:.6g} do not fit {format_name} and became inf or NaN: {names}", stacklevel=2
+        )
     return cast("Convertible", result)
 
 

@@ -1,7 +1,8 @@
 """Overflow that leaves no NaN: a later operation turned the infinity into finite, wrong values.
 
-`x * rsqrt(mean(x ** 2))` at 300 in float16 is `x * rsqrt(inf)`, which is 0: loss and gradients stay finite and the layer is dead.
-But `1 / (1 + exp(12))` is healed rightly. So each healed result is compared with float32's at the same place.
+`x * rsqrt(mean(x ** 2))` at 300 in float16 is `x * rsqrt(inf)`, which is 0: loss and gradients stay finite and the
+layer is dead. But `1 / (1 + exp(12))` is healed rightly. So each healed result is compared with float32's at the same
+place.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from torch import nn
 from halfwise.core.diagnosis import Diagnosis
 from halfwise.torch.closure import Closure, Region
 from halfwise.torch.localise import precision_verdict
+from halfwise.torch.records import Record
 from halfwise.torch.region import device_type_of
 from halfwise.torch.replay import replay
 from halfwise.torch.slicing import Origins, origins
-from halfwise.torch.trace import Record, Trace
+from halfwise.torch.trace import Trace
 
 __all__ = ["silent_overflow"]
 
 _HALF = ("float16", "bfloat16")
 _FACTOR = 2.0  # largest values further apart than this are different, whatever rounding does
+
+_SMALL = 2.0**-14  # what lies below float16's normal numbers may vanish without a fault
 
 _Where = tuple[str, str, str, int]
 
@@ -40,7 +44,11 @@ def silent_overflow(
     assert reference is not None
     theirs = _by_place(reference)
     ours = {record.index: where for where, record in _by_place(trace).items()}
-    wrong = [record for record in healed if _differs(record, theirs.get(ours[record.index]))]
+
+    def is_wrong(record: Record) -> bool:
+        return any(_differs(r, theirs.get(ours[r.index])) for r in (record, *_readers(trace, record)))
+
+    wrong = [record for record in healed if is_wrong(record)]
     if not wrong:
         return None
     # the walk starts at the inputs of the healing operations: these are the infinities
@@ -49,10 +57,11 @@ def silent_overflow(
     found = Origins(tuple(r for r in found.operations if r.dtype in _HALF), ())
     if not found.operations:
         return None
-    at = wrong[0].place.source
+    first = wrong[0]
+    at = f" at {first.place.source}" if first.place.source else ""
     what = (
-        f"loss and gradients are finite, but {wrong[0].operation}{f' at {at}' if at else ''} turned an infinity into values up "
-        f"to {wrong[0].largest:.3g}; in float32 it gives {theirs[ours[wrong[0].index]].largest:.3g}"
+        f"loss and gradients are finite, but {first.operation}{at} turned an infinity into values up to "
+        f"{first.largest:.3g}; in float32 they reach {theirs[ours[first.index]].largest:.3g}"
     )
     return precision_verdict(trace, found, what, half_format, device_type_of(model), 1.0)
 
@@ -73,6 +82,15 @@ def _healed(trace: Trace) -> list[Record]:
     ]
 
 
+def _readers(trace: Trace, record: Record) -> list[Record]:
+    """Forward records that read `record`: a factor of 0 instead of 1e-5 matters where it is multiplied by 1e5."""
+    return [
+        reader
+        for reader in trace.records[record.index + 1 :]
+        if reader.direction == "forward" and any(given.record == record.index for given in reader.inputs)
+    ]
+
+
 def _by_place(trace: Trace) -> dict[_Where, Record]:
     """Records by module, operation, line, and count of such: the same place has the same key in both precisions."""
     count: Counter[tuple[str, str, str]] = Counter()
@@ -88,4 +106,4 @@ def _differs(record: Record, reference: Record | None) -> bool:
     if reference is None or not reference.finite:
         return False
     low, high = sorted((record.largest, reference.largest))
-    return high > _FACTOR * low
+    return high > max(_FACTOR * low, _SMALL)

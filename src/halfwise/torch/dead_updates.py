@@ -17,7 +17,8 @@ _SAMPLED = 16384  # elements per parameter
 
 
 class DeadUpdates:
-    """Compares weights before and after an optimizer step, on copies of at most 16384 evenly spaced elements per parameter.
+    """Compares weights before and after an optimizer step, on copies of at most 16384 evenly spaced elements per
+    parameter.
 
     Args:
         names: names of the parameters, by `id`.
@@ -39,9 +40,7 @@ class DeadUpdates:
 
     def after(self) -> dict[str, float]:
         """Share of elements per parameter whose update was lost, of those with a gradient; one read from the device."""
-        pairs = [
-            (name, ((_sample(p) == old) & moving).sum(), moving.sum()) for name, p, old, moving in self._before
-        ]
+        pairs = [(name, ((_sample(p) == old) & moving).sum(), moving.sum()) for name, p, old, moving in self._before]
         self._before = []
         if not pairs:
             return {}

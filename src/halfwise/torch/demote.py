@@ -13,6 +13,7 @@ from halfwise.torch.profile import is_whole
 
 __all__ = ["demoted", "float32_everywhere"]
 
+
 def demoted(plan: Plan, model: nn.Module, suspect: Suspect) -> Plan:
     """`plan` with the suspect's own code in float32.
 

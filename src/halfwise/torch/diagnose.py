@@ -28,16 +28,17 @@ def diagnose(
 ) -> Diagnosis:
     """Whether one step of `closure` would fail under `policy`, where, and what to do about it.
 
-    The closure is run a few times: in the policy's precision, in float32, with and without the loss scale. Weights are never
+    The closure is run a few times: in the policy's precision, in float32, with and without the loss scale. Weights are
+        never
     touched; gradients, buffers, random generators and training mode are as before afterwards.
 
-    A step that looks healthy is also compared with float32 for overflow that a later operation turned into finite, wrong values
-    (a hand-written RMS norm at 300 gives exactly 0).
+    A step that looks healthy is also compared with float32 for overflow that a later operation turned into finite,
+    wrong values (a hand-written RMS norm at 300 gives exactly 0).
 
     Args:
         model: what the closure runs; compiled and wrapped models too (they run eagerly meanwhile).
-        closure: runs forward and returns the loss, or `(loss, anything)`. It must not enter `torch.autocast` itself, else float32
-            cannot be compared with. A list stands for one step that accumulates over its closures.
+        closure: runs forward and returns the loss, or `(loss, anything)`. It must not enter `torch.autocast` itself,
+            else float32 cannot be compared with. A list stands for one step that accumulates over its closures.
         policy: `"mixed_float16"`, `"mixed_bfloat16"` or `"float32"`.
         loss_scale: what the loss is multiplied with; float16 only (other formats use 1).
 
@@ -64,9 +65,7 @@ def diagnose(
         )
     half_format = compute_format(policy)
     if not (math.isfinite(loss_scale) and loss_scale > 0):
-        raise UsageError(
-            f"diagnose(loss_scale={loss_scale}): it must be a finite number above 0; torch.amp.GradScaler starts at 65536.0"
-        )
+        raise UsageError(f"diagnose(loss_scale={loss_scale}): it must be a finite number above 0, such as 65536.0")
     device_type = device_type_of(model)
     with _modes_kept(model):
         found = localise(

@@ -124,8 +124,7 @@ class Engine:
 
     def begin(self) -> Begun:
         """Starts a step, keeping what would have to be put back."""
-        if self.guard or self.scaled:
-            self._buffers.save()
+        self._buffers.save()
         self.begun = Begun(RandomState(self.devices))
         return self.begun
 
@@ -255,13 +254,16 @@ class Engine:
             stack.enter_context(region(self.device_type, "float32"))
             return stack
 
-        half = next((name for name in ("float16", "bfloat16") if self.plan is not None and self.plan.uses(name)), "float32")
+        half = next(
+            (name for name in ("float16", "bfloat16") if self.plan is not None and self.plan.uses(name)), "float32"
+        )
         return localise(self.model, closures, half=self.region, full=full, half_format=half, loss_scale=self.loss_scale)
 
     def record(self, incident: Incident) -> Incident:
-        """Keeps an incident and says it."""
+        """Keeps an incident and says it; one that only repeats an earlier one is kept and not said again."""
+        if incident.same_as not in {earlier.same_as for earlier in self.incidents}:
+            self.log(f"step {incident.step}, {incident.kind}: {incident.text}")
         self.incidents.append(incident)
-        self.log(f"step {incident.step}, {incident.kind}: {incident.text}")
         return incident
 
     def trained(self) -> Iterable[Tensor]:
@@ -286,6 +288,14 @@ class Engine:
         if self.begun is not None:
             self.rewind()
             self.begun = None
+
+    def stopped(self) -> None:
+        """After the guard gave up: the step was skipped, and whoever catches the error may go on with the next batch."""
+        self.abandon()
+        self.steps += 1
+        self.skipped_steps += 1
+        if self.scaled:
+            self.scale.update(True)
 
     def observing(self) -> AbstractContextManager[object]:
         """Around a forward pass, so that it yields evidence where some is wanted."""

@@ -27,6 +27,7 @@ __all__ = ["EVIDENCE_STEPS", "Evidence", "Trial"]
 EVIDENCE_STEPS = 3
 _ROUNDS = 4
 
+
 class Evidence:
     """Watches the first steps and then makes a plan.
 

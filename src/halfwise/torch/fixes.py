@@ -10,8 +10,9 @@ import torch
 
 from halfwise.core.diagnosis import Suspect
 from halfwise.torch.operations import CONTRACTIONS, SOFTMAX_LIKE
+from halfwise.torch.records import Record
 from halfwise.torch.slicing import Origins
-from halfwise.torch.trace import Record, Trace
+from halfwise.torch.trace import Trace
 
 __all__ = [
     "Epsilon",
@@ -46,7 +47,9 @@ class Epsilon(NamedTuple):
 
 
 def epsilon_behind(trace: Trace, record: Record) -> Epsilon | None:
-    """The small constant that was added to an input of `record`, or to which it was clamped; None where none is seen."""
+    """The small constant that was added to an input of `record`, or to which it was clamped; None where none is
+    seen.
+    """
     pending, seen = [given.record for given in record.inputs], 0
     while pending and seen < _SEARCHED:
         parent = trace.records[pending.pop(0)]
@@ -75,7 +78,8 @@ def smallest_epsilon(short: str, format_name: str) -> float:
 
 
 def is_for_want_of_precision(trace: Trace, record: Record) -> bool:
-    """Whether float32 would have saved `record`, judged by the record alone: an overflow in half, or an epsilon lost in half.
+    """Whether float32 would have saved `record`, judged by the record alone: an overflow in half, or an epsilon lost in
+    half.
 
     A NaN or a division by zero from sound inputs is the same in every precision.
     """
@@ -89,7 +93,9 @@ def is_for_want_of_precision(trace: Trace, record: Record) -> bool:
 
 
 def divides(record: Record) -> bool:
-    """Whether `record` is a division, logarithm or root, or the gradient of one: what fails at 0 and not at large values."""
+    """Whether `record` is a division, logarithm or root, or the gradient of one: what fails at 0 and not at large
+    values.
+    """
     return _differentiated(record) in _LOGARITHMS | _DIVISIONS | _ROOTS
 
 
@@ -103,7 +109,7 @@ def fixes_for_precision(
         return [
             *lines,
             "import halfwise.torch as hw",
-            f'hw.apply(model, hw.Plan.manual({{"{first.module}": "float32"}}, default="{half_format}"))  # this layer in float32',
+            f'hw.apply(model, hw.Plan.manual({{"{first.module}": "float32"}}, default="{half_format}"))',
             "# or without halfwise, where the layer is called:",
             f'with torch.autocast("{device}", enabled=False): y = {_attribute(first.module)}(x.float())',
         ]
@@ -116,16 +122,17 @@ def fixes_for_precision(
 
 def fixes_for_half_code(trace: Trace, record: Record, suspect: Suspect) -> list[str]:
     """What cures code that goes to half by itself."""
+    at = suspect.source or "that line"
     return [
         *_smaller_cures(trace, record),
-        f"x.float()  # instead of x.half() or a half constant, for the inputs of {suspect.operation} at {suspect.source or 'that line'}",
+        f"x.float()  # instead of x.half() or a half constant, for the inputs of {suspect.operation} at {at}",
     ]
 
 
 def fixes_for_scale(largest: float, device: str) -> list[str]:
     """What cures gradients that overflow only because of the loss scale."""
     return [
-        f'scaler = torch.amp.GradScaler("{device}", init_scale={largest!r})  # or let it settle: each skip halves the scale',
+        f'scaler = torch.amp.GradScaler("{device}", init_scale={largest!r})  # or let it settle',
         "# hw.MixedPrecision(model, optimizer, policy=...) keeps the scale between bounds by itself",
     ]
 
@@ -156,15 +163,13 @@ def _smaller_cures(trace: Trace, record: Record) -> list[str]:
     if epsilon is not None:
         smallest = smallest_epsilon(_differentiated(record), epsilon.dtype)
         why = "rounds to 0" if epsilon.rounded == 0.0 else "is too small"
-        return [
-            f"eps = {smallest:g}  # was {epsilon.value:g}, which {why} in {epsilon.dtype}; this is the smallest that works"
-        ]
+        return [f"eps = {smallest:g}  # the smallest that works; {epsilon.value:g} {why} in {epsilon.dtype}"]
     if record.dtype in _HALF and record.short in ("add", "add_", "sub", "sub_") and record.found == "-inf":
         lowest = float(torch.finfo(getattr(torch, record.dtype)).min)
         if _mask_constant(trace, record, lowest):
             return [
-                f"# the mask's constant leaves no room in {record.dtype} (lowest {lowest:g}): a whole row can become -inf; write",
-                'scores = scores.masked_fill(hidden, float("-inf"))  # or a constant of torch.finfo(scores.dtype).min / 2',
+                f"# the mask's constant leaves no room in {record.dtype} (lowest {lowest:g}): a row can become -inf",
+                'scores = scores.masked_fill(hidden, float("-inf"))  # or add torch.finfo(scores.dtype).min / 2',
             ]
     return []
 

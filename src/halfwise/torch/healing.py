@@ -64,7 +64,9 @@ def _next_plan(engine: Engine, diagnosis: Diagnosis, *, last_resort: bool) -> Pl
     if before is None or not (before.uses("float16") or before.uses("bfloat16")):
         return None
     if last_resort or not diagnosis.suspects:
-        return float32_everywhere(before, f"still not healthy after {_ROUNDS} layers went to float32: {diagnosis.detail}")
+        return float32_everywhere(
+            before, f"still not healthy after {_ROUNDS} layers went to float32: {diagnosis.detail}"
+        )
     plan = before
     for suspect in diagnosis.suspects:
         if suspect.direction == diagnosis.direction:

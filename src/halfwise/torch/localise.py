@@ -1,8 +1,10 @@
 """Finds the module, operation and line behind a failed step by running its closure again.
 
-Up to three replays, as few as the verdict needs: half precision at loss scale 1 (traced), plain float32, and half precision at
-the loss scale at hand. Backward is linear in the loss scale, so the trace at scale 1 also tells which operation overflows at any
-other. If the loss itself is not finite, nothing goes backward in half. Everything a replay changes is put back after it.
+Up to three replays, as few as the verdict needs: half precision at loss scale 1 (traced), plain float32, and half
+    precision at
+the loss scale at hand. Backward is linear in the loss scale, so the trace at scale 1 also tells which operation
+overflows at any other. If the loss itself is not finite, nothing goes backward in half. Everything a replay changes is
+put back after it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from halfwise.core.diagnosis import Diagnosis, Suspect
 from halfwise.torch import fixes
 from halfwise.torch.closure import Closure, Region
 from halfwise.torch.outside import broken_state, from_outside
+from halfwise.torch.records import Record
 from halfwise.torch.region import device_type_of
 from halfwise.torch.replay import Replay, replay
 from halfwise.torch.slicing import Origins, origins, scale_limit, suspect_of, suspects
-from halfwise.torch.trace import Record, Trace
+from halfwise.torch.trace import Trace
 
 __all__ = ["localise", "precision_verdict", "range_of", "unsound_in_float32"]
 
@@ -63,18 +66,18 @@ def localise(
     if found.outside:
         return from_outside(traced.trace, found)
     if half_format not in _HALF:
-        return unsound_in_float32(traced.trace, found, traced.what, device)
+        return unsound_in_float32(traced.trace, found, traced.what)
     plain = replay(model, closures, full, 1.0, traced=False)
     if plain.sound:
         what = f"{traced.what} in {half_format} at loss scale 1 too, and sound in float32"
         return precision_verdict(traced.trace, found, what, half_format, device, loss_scale)
     again = replay(model, closures, full, 1.0, traced=True)
     if again.sound or again.trace is None:
-        return unsound_in_float32(traced.trace, found, plain.what, device)
+        return unsound_in_float32(traced.trace, found, plain.what)
     found = origins(again.trace, again.bad, limit=again.limit)
     if found.outside:
         return from_outside(again.trace, found)
-    return unsound_in_float32(again.trace, found, again.what, device)
+    return unsound_in_float32(again.trace, found, again.what)
 
 
 def precision_verdict(
@@ -93,7 +96,7 @@ def precision_verdict(
     )
 
 
-def unsound_in_float32(trace: Trace, found: Origins, what: str, device: str) -> Diagnosis:
+def unsound_in_float32(trace: Trace, found: Origins, what: str) -> Diagnosis:
     """The verdict on a failure under float32: no precision problem, unless the code itself goes to half."""
     named = suspects(trace, found)
     if not named:
@@ -103,8 +106,8 @@ def unsound_in_float32(trace: Trace, found: Origins, what: str, device: str) -> 
         return Diagnosis(
             "overflow_at_every_scale",
             suspects=named,
-            detail=f"{what}; the code itself computes in half (.half(), half constants or weights), so that a policy of float32 "
-            f"changes nothing; {range_of(record, named[0])}",
+            detail=f"{what}; the code itself computes in half (.half(), half constants or weights), so a policy of "
+            f"float32 changes nothing; {range_of(record, named[0])}",
             fix=tuple(fixes.fixes_for_half_code(trace, record, named[0])),
             evidence=_numbers(named[0], 1.0),
         )
@@ -124,7 +127,7 @@ def _at_the_scale(
     if loss_scale == 1.0 or replay(model, closures, half, loss_scale, traced=False).sound:
         return Diagnosis(
             "not_reproducible",
-            detail=f"loss and gradients are finite when the step runs again in {half_format} at loss scale {loss_scale:g}",
+            detail=f"loss and gradients are finite when the step runs again in {half_format} at scale {loss_scale:g}",
             fix=("does the closure draw a new batch, or change its inputs? draw the batch outside of it",),
         )
     assert traced.trace is not None
@@ -146,8 +149,8 @@ def _at_the_scale(
     return Diagnosis(
         "loss_scale_too_high",
         suspects=named,
-        detail=f"gradients overflow at loss scale {loss_scale:g} and are finite at 1; the largest power of two that fits this "
-        f"batch is {largest:.17g}",
+        detail=f"gradients overflow at loss scale {loss_scale:g} and are finite at 1; the largest power of two fitting "
+        f"this batch is {largest:.17g}",
         fix=tuple(fixes.fixes_for_scale(largest, device_type_of(model))),
         evidence={"loss_scale": loss_scale, "largest_working_scale": largest},
     )

@@ -25,7 +25,9 @@ __all__ = ["LayerTimer", "half_formats", "now"]
 
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 20
-_ENOUGH_SECONDS = 5e-3  # of float32 probes for one layer; what disturbs a measurement only ever lengthens it, so minima are taken
+_ENOUGH_SECONDS = (
+    5e-3  # of float32 probes for one layer; what disturbs a measurement only ever lengthens it, so minima are taken
+)
 
 
 def half_formats(device_type: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from halfwise.core.diagnosis import Incident
 from halfwise.core.plan import Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
-from halfwise.errors import UsageError
+from halfwise.errors import TrainingStopped, UsageError
 from halfwise.torch import state
 from halfwise.torch.apply import disabled
 from halfwise.torch.closure import Closure, as_closures, check_replayed, split_loss
@@ -170,6 +170,9 @@ class MixedPrecision:
                 if expected is not None:
                     check_replayed(expected, attempt.loss_value)
                 result = engine.finish(attempt, closures, clip_grad_norm)
+        except TrainingStopped:
+            engine.stopped()
+            raise
         except BaseException:
             engine.abandon()
             raise
@@ -226,6 +229,9 @@ class MixedPrecision:
         self._check_begun("optimizer_step")
         try:
             return self._engine.finish(self._engine.measured(None), None, None)
+        except TrainingStopped:
+            self._engine.stopped()
+            raise
         except BaseException:
             self._engine.abandon()
             raise

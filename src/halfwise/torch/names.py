@@ -27,7 +27,9 @@ def clean_path(path: str) -> str:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside `torch.compile` and data-parallel wrappers."""
     while True:
-        if isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):  # without importing torch._dynamo, which is slow
+        if isinstance(
+            compiled := model._modules.get("_orig_mod"), nn.Module
+        ):  # without importing torch._dynamo, which is slow
             model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module

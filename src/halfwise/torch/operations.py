@@ -16,19 +16,23 @@ _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "ber
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 _CONSTANTS = frozenset({"lift_fresh", "lift", "full_like", "ones_like", "zeros_like"})
-"""Operations whose result does not depend on the values of their tensor inputs: `torch.tensor([...])` arrives as `lift_fresh`."""
+"""Operations whose result does not depend on the values of their tensor inputs: `torch.tensor([...])` arrives as
+`lift_fresh`.
+"""
 
 _NOT_FLOATING = frozenset(
-    "eq ne lt le gt ge isnan isinf isfinite isneginf isposinf signbit logical_and logical_or logical_not argmax argmin "
-    "argsort bitwise_and bitwise_or bitwise_not any all nonzero count_nonzero equal is_same_size _local_scalar_dense".split()
+    {"eq", "ne", "lt", "le", "gt", "ge", "equal", "is_same_size"}
+    | {"isnan", "isinf", "isfinite", "isneginf", "isposinf", "signbit"}
+    | {"logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "any", "all"}
+    | {"argmax", "argmin", "argsort", "nonzero", "count_nonzero", "_local_scalar_dense"}
 )
 
 SIGN_CHANGING = frozenset({"neg", "neg_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "reciprocal"})
 """Through these an intended infinity may come out with the other sign."""
 
 CONTRACTIONS = frozenset(
-    "mm addmm bmm baddbmm addmv mv dot convolution native_layer_norm native_group_norm native_batch_norm "
-    "_native_batch_norm_legit cudnn_batch_norm mkldnn_rnn_layer sum mean var".split()
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "mkldnn_rnn_layer", "sum", "mean", "var"}
+    | {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"}
 )
 """Operations that mix values; an infinity in data (unlike one in a mask) turns bad here."""
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from halfwise.core.diagnosis import Diagnosis, Suspect
 from halfwise.torch.names import named_layers
+from halfwise.torch.records import Record, measure
 from halfwise.torch.slicing import Origins
-from halfwise.torch.trace import Record, Trace, measure
+from halfwise.torch.trace import Trace
 
 __all__ = ["RELOAD", "broken_state", "from_outside"]
 
@@ -27,7 +28,9 @@ class _Held(NamedTuple):
 
 
 def broken_state(model: nn.Module) -> Diagnosis | None:
-    """The verdict `"nonfinite_parameters"` if a parameter or buffer holds NaN or inf; else None. A buffer's -inf is a mask."""
+    """The verdict `"nonfinite_parameters"` if a parameter or buffer holds NaN or inf; else None. A buffer's -inf is a
+    mask.
+    """
     held = [
         _Held(kind, f"{path}.{name}" if path else name, module, tensor)
         for path, module in named_layers(model)
@@ -35,7 +38,7 @@ def broken_state(model: nn.Module) -> Diagnosis | None:
         for name, tensor in tensors.items()
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
     ]
-    measured = [(one, extent) for one in held if (extent := measure(one.tensor)) is not None]
+    measured = [(one, extent) for one in held if (extent := measure(one.tensor.detach())) is not None]
     if not measured:
         return None
     device = measured[0][1][0].device
@@ -66,7 +69,7 @@ def broken_state(model: nn.Module) -> Diagnosis | None:
 def from_outside(trace: Trace, found: Origins) -> Diagnosis:
     """The verdict where the walk back from the bad values ended at tensors that were bad when they came in."""
     record = found.outside[0]
-    suspects = tuple(Suspect("", "", "", "", r.dtype, r.found, 0.0) for r in found.outside)
+    suspects = tuple(Suspect(_owner(r), "", "", "", r.dtype, r.found, 0.0) for r in found.outside)
     if record.kind in ("parameter", "buffer"):
         detail = f"{record.kind} {record.name} holds {record.found}"
         return Diagnosis("nonfinite_parameters", suspects=suspects, detail=detail, fix=(RELOAD,))
@@ -82,6 +85,11 @@ def from_outside(trace: Trace, found: Origins) -> Diagnosis:
             evidence = {"nonfinite_values": float(bad.sum()), "first_sample": float(first)}
             detail += f": {int(bad.sum())} of {tensor.numel()} values, first in sample {first}"
     return Diagnosis("nonfinite_input", suspects=suspects, detail=detail, fix=(_CLEAN,), evidence=evidence)
+
+
+def _owner(record: Record) -> str:
+    """Path of the module that holds a parameter or buffer."""
+    return record.name.rpartition(".")[0] if record.kind in ("parameter", "buffer") else ""
 
 
 def _reader(trace: Trace, record: Record) -> str:

@@ -26,6 +26,7 @@ from halfwise.torch.snapshot import rehearsal
 
 __all__ = ["Recorder", "eager", "is_whole", "profile", "profile_parameters", "profiled_layers", "tensors_in"]
 
+
 def profile(model: nn.Module, closure: Closure) -> Profile:
     """Exponent histograms of one forward and backward of `closure`, per layer and role.
 

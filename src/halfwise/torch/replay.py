@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from halfwise.torch.closure import Closure, Region, split_loss
 from halfwise.torch.gradients import LARGEST_NORM, dense_views, total_norm
 from halfwise.torch.names import unwrap
+from halfwise.torch.records import Record
+from halfwise.torch.region import device_type_of
+from halfwise.torch.region import region as region_of
 from halfwise.torch.snapshot import rehearsal
 from halfwise.torch.trace import Trace
 
-__all__ = ["Replay", "bad_gradients", "naming_inputs", "replay", "uncompiled"]
+__all__ = ["Replay", "largest_gradients", "naming_inputs", "nonfinite_gradients", "replay", "uncompiled"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Replay:
 
     Attributes:
         loss_finite: every closure's loss was finite.
-        gradients_sound: the squared norm of the unscaled gradients is finite in float32; True where backward was not reached.
+        gradients_sound: the squared norm of the unscaled gradients is finite in float32; True where backward was not
+            reached.
         trace: the record of operations, if it was traced.
         bad: in the trace, the records that end in the bad loss or gradients.
         seeds: in the trace, the records of the gradients that backward started from.
@@ -67,6 +71,7 @@ def replay(model: nn.Module, closures: Sequence[Closure], region: Region, scale:
         stack.enter_context(rehearsal(model))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(region_of(device_type_of(model), "float32"))  # the caller may stand in a region of its own
         if trace is not None:
             stack.enter_context(naming_inputs(model, trace))
         leaves: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -80,7 +85,9 @@ def replay(model: nn.Module, closures: Sequence[Closure], region: Region, scale:
                 leaves += stack.enter_context(_foreign_leaves(loss, leaves))
                 seeds += _backward(loss, scale / len(closures), trace)
         sound = _sound(leaves, scale)
-        bad, limit = bad_gradients(trace, leaves) if trace and not sound else ((), math.inf)
+        bad, limit = nonfinite_gradients(trace, leaves) if trace and not sound else (), math.inf
+        if trace and not sound and not bad:
+            bad, limit = largest_gradients(trace, leaves)
         return Replay(True, sound, trace, bad, tuple(seeds), limit)
 
 
@@ -108,22 +115,33 @@ def _sound(leaves: Sequence[Tensor], scale: float) -> bool:
         return math.isfinite(float(total_norm(views).square()))
 
 
-def bad_gradients(trace: Trace, leaves: Sequence[Tensor]) -> tuple[tuple[int, ...], float]:
-    """The records behind the bad gradients, and the magnitude above which a finite value counts as bad."""
+def nonfinite_gradients(trace: Trace, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """The records behind the gradients that hold NaN or inf."""
+    return tuple(record.index for record in _behind_gradients(trace, leaves) if not record.finite)
+
+
+def largest_gradients(trace: Trace, leaves: Sequence[Tensor]) -> tuple[tuple[int, ...], float]:
+    """The records behind the largest gradients where all are finite, and the magnitude above which one counts as large.
+
+    Half the largest, or half of what float32 can square if that is less: several gradients just below it overflow
+        together.
+    """
+    made = _behind_gradients(trace, leaves)
+    limit = min(LARGEST_NORM, max((record.largest for record in made), default=0.0)) / 2
+    return tuple(record.index for record in made if record.largest > limit), limit
+
+
+def _behind_gradients(trace: Trace, leaves: Sequence[Tensor]) -> list[Record]:
     records = trace.settle()
-    made = [trace.producer(leaf.grad) for leaf in leaves if leaf.grad is not None]
-    made = [index for index in made if index >= 0]
-    bad = tuple(index for index in made if not records[index].finite)
-    if bad:
-        return bad, math.inf
-    largest = max((records[index].largest for index in made), default=0.0)
-    limit = min(LARGEST_NORM, largest) / 2  # many gradients just below the limit overflow together
-    return tuple(index for index in made if records[index].largest > limit), limit
+    indices = [trace.producer(leaf.grad) for leaf in leaves if leaf.grad is not None]
+    return [records[index] for index in indices if index >= 0]
 
 
 @contextmanager
 def _foreign_leaves(loss: Tensor, known: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Leaves of the loss's graph that are not in `known`, such as a criterion's own parameters; their gradients are put back."""
+    """Leaves of the loss's graph that are not in `known`, such as a criterion's own parameters; their gradients are put
+    back.
+    """
     ids = {id(tensor) for tensor in known}
     leaves: list[Tensor] = []
     pending: list[Any] = [loss.grad_fn]
@@ -152,7 +170,7 @@ def _foreign_leaves(loss: Tensor, known: Sequence[Tensor]) -> Iterator[list[Tens
 
 def uncompiled() -> AbstractContextManager[object]:
     """A context in which compiled code runs eagerly, so that it can be traced."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 @contextmanager

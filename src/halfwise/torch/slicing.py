@@ -1,7 +1,8 @@
 """From a bad value back to the operations that made it.
 
-Not the first non-finite operation in time: code may compute log(0) and never use it, and masks hold -inf on purpose. So the
-walk starts at what is bad (the loss, gradients) and follows only inputs that are bad themselves. Where none is, the operation
+Not the first non-finite operation in time: code may compute log(0) and never use it, and masks hold -inf on purpose. So
+the walk starts at what is bad (the loss, gradients) and follows only inputs that are bad themselves. Where none is, the
+operation
 made the trouble: it is an origin.
 """
 
@@ -15,7 +16,8 @@ import torch
 
 from halfwise.core.diagnosis import Suspect
 from halfwise.torch.operations import CONTRACTIONS, SOFTMAX_LIKE
-from halfwise.torch.trace import Record, Trace
+from halfwise.torch.records import Record
+from halfwise.torch.trace import Trace
 
 __all__ = ["Origins", "ScaleLimit", "largest_input", "origins", "scale_limit", "suspect_of", "suspects"]
 
@@ -25,7 +27,8 @@ class Origins:
     """Where the bad values come from.
 
     Attributes:
-        operations: records of operations with sound inputs and a bad result, forward before backward, in order of execution.
+        operations: records of operations with sound inputs and a bad result, forward before backward, in order of
+            execution.
         outside: records of parameters, buffers and inputs that were bad from the start.
     """
 
@@ -138,10 +141,11 @@ class ScaleLimit:
 
 
 def scale_limit(trace: Trace, seeds: Iterable[int], scale: float) -> ScaleLimit:
-    """Which backward operations overflow at `scale`, from a trace at scale 1: backward is linear in the gradient it starts from.
+    """Which backward operations overflow at `scale`, from a trace at scale 1: backward is linear in the gradient it
+    starts from.
 
-    Only records that depend on the `seeds`, the records of those first gradients, grow with it; factors such as `1 - tanh(x)^2`
-    are left alone.
+    Only records that depend on the `seeds`, the records of those first gradients, grow with it; factors such as `1 -
+    tanh(x)^2` are left alone.
     """
     records = trace.settle()
     grows = [False] * len(records)

@@ -32,7 +32,9 @@ def as_policy(policy: str | Plan | PathLike[str], model: nn.Module) -> tuple[str
     """`(name of the policy, plan)`; the plan is None for `"auto"`, which makes one later."""
     if isinstance(policy, Plan):
         return "plan", policy
-    if isinstance(policy, PathLike) or (isinstance(policy, str) and (policy.endswith(".toml") or Path(policy).is_file())):
+    if isinstance(policy, PathLike) or (
+        isinstance(policy, str) and (policy.endswith(".toml") or Path(policy).is_file())
+    ):
         return "plan", Plan.load(fspath(policy))
     if not isinstance(policy, str):
         raise PolicyError(f"policy is {policy!r}; give a policy's name, a Plan, or the path of a plan file (plan.toml)")
@@ -62,7 +64,9 @@ def check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
     trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if not any(p.requires_grad for p in trained):
-        raise UsageError("the optimizer has no trainable parameters; make it from model.parameters() with requires_grad=True")
+        raise UsageError(
+            "the optimizer has no trainable parameters; make it from model.parameters() with requires_grad=True"
+        )
     if any(p.requires_grad and p.dtype in _HALF for p in trained):
         raise UsageError("the optimizer holds trainable parameters in half precision; make it from float32 parameters")
     own = {id(p) for p in model.parameters()}

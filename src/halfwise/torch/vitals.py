@@ -12,45 +12,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfwise.torch.gradients import dense_views, total_norm
-from halfwise.torch.trace import measure
+from halfwise.torch.records import measure
 
 __all__ = ["floating_tensors", "highest", "is_unsound", "squared_norm"]
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = float(torch.finfo(torch.float32).max)
 
 
 def squared_norm(parameters: Sequence[Tensor]) -> Tensor | float:
-    """Sum of squares over all gradients; not finite in float32 where one holds NaN or inf, or is too large for Adam.
+    """Sum of squares over all gradients; not below inf where one holds NaN or inf or is too large to square in float32.
 
-    On a CPU a dot product per contiguous float32 gradient, one pass at memory speed; elsewhere torch's fused norms, unread.
+    A number where all gradients lie on a CPU; else a float32 scalar on the device. Gradients are left as they are.
     """
-    total = 0.0
-    others: list[Tensor] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.device.type == "cpu" and gradient.dtype is torch.float32 and gradient.is_contiguous():
-            flat = gradient.view(-1)
-            total += torch.dot(flat, flat).item()
-        else:
-            others.append(parameter)
-    if not others:
-        return total
-    with torch.no_grad():
-        return total_norm(dense_views(others)).square() + total
+    gradients = [_values(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return 0.0
+    first = gradients[0]
+    if any(g.dtype is not first.dtype or g.device != first.device for g in gradients):
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(first.device) for g in gradients]
+    else:
+        norms = list(torch._foreach_norm(gradients))
+    if first.device.type == "cpu":
+        total = sum(norm.item() ** 2 for norm in norms)
+        return total if total <= _LARGEST else math.inf if total == total else math.nan
+    return torch.stack(norms).float().square().sum()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    if gradient.layout is not torch.strided:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def highest(output: Any) -> list[Tensor]:
     """The largest value of each floating-point tensor in a model's output, NaN where it holds one; on its device."""
-    return [extent[1] for tensor in floating_tensors(output) if (extent := measure(tensor)) is not None]
+    if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+        return [measure(output.detach())[1]]  # type: ignore[index]
+    return [extent[1] for tensor in floating_tensors(output) if (extent := measure(tensor.detach())) is not None]
 
 
 def is_unsound(value: Tensor | float) -> bool:
-    """NaN, +inf, or too large for float32. A model's output may hold -inf on purpose (masked logits), so that passes."""
+    """NaN or +inf. A model's output may hold -inf on purpose (masked logits), so that passes."""
     number = float(value)
-    return math.isnan(number) or number > _LARGEST
+    return math.isnan(number) or number == math.inf
 
 
 def floating_tensors(values: Any) -> Iterator[Tensor]:

@@ -1,35 +1,33 @@
 """`watch`: the read-only front door, for a training loop that exists.
 
-Each step gets checks that cost next to nothing. After a failure the loop's own next step is recorded and the culprit named. The
-loop's results stay as they were, bit by bit.
+Each step gets checks that cost next to nothing. After a failure the loop's own next step is recorded and the culprit
+named. The loop's results stay as they were, bit by bit.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from halfwise.core.diagnosis import VERDICTS, Diagnosis
-from halfwise.errors import UsageError
+from halfwise.core.guard import GuardState, Observation, observe
 from halfwise.torch.armed_trace import ArmedTrace
 from halfwise.torch.dead_updates import DeadUpdates
-from halfwise.torch.names import named_layers
 from halfwise.torch.region import device_type_of
 from halfwise.torch.vitals import highest, is_unsound, squared_norm
+from halfwise.torch.watch_setup import check_arguments, half_weights_warning, parameter_names, to_stderr
 from halfwise.torch.wiring import Wiring
 
 __all__ = ["Watch", "watch"]
 
-_PATIENCE = 4  # skips in a row, once the scale has settled, that are no longer its normal growth
-_TINY = 1.0  # a loss scale at which gradients of half precision should not overflow any more
+_SETTLED = GuardState(settled=True)
+_TINY = 1.0  # a loss scale at which the gradients of half precision should not overflow any more
 _TRIES = 2  # steps that are recorded after a failure before it is taken for a passing one
 _SAMPLE_EVERY = 100  # applied steps between two looks for dead updates
 
@@ -45,12 +43,13 @@ def watch(
 ) -> Watch:
     """Watches a training loop that uses `torch.autocast`, with or without a `GradScaler`, and changes nothing in it.
 
-    When a step fails, the loop's next step is recorded and a diagnosis is printed, once for each distinct one: verdict, module,
-    operation, line, range, and the smallest fix as lines to paste. Skips while the loss scale settles are healthy and not printed.
+    When a step fails, the loop's next step is recorded and a diagnosis is printed, once for each distinct one: verdict,
+    module, operation, line, range, and the smallest fix as lines to paste. Skips while the loss scale settles are
+    healthy and not printed.
 
     Args:
-        model: the module that the loop calls; compiled and wrapped ones too (a recorded step runs eagerly). A second watch of the
-            same model replaces the first.
+        model: the module that the loop calls; compiled and wrapped ones too (a recorded step runs eagerly). A second
+            watch of the same model replaces the first.
         optimizer: the optimizer that steps it.
         scaler: the loop's `torch.amp.GradScaler`, if it has one.
         log: called with each text; default prints to standard error.
@@ -86,8 +85,8 @@ class Watch:
         applied_steps, skipped_steps: how often the optimizer stepped, and how often the scaler skipped it.
         loss_scale_history: `(step, scale)` at the beginning and after each change; steps count from 0.
         diagnoses: all that were found, the latest last.
-        dead_updates: share of elements per parameter whose last sampled update was lost to rounding though the gradient was not
-            zero; sampled every 100 applied steps.
+        dead_updates: share of elements per parameter whose last sampled update was lost to rounding though the gradient
+            was not zero; sampled every 100 applied steps.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Watch:
         *,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        _check(model, optimizer, scaler)
+        check_arguments(model, optimizer, scaler)
         previous = _watches.get(model)
         if previous is not None and (old := previous()) is not None:
             old.close()
@@ -110,19 +109,18 @@ class Watch:
         self._model = model
         self._optimizer = optimizer
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._log = log or _to_stderr
+        self._log = log or to_stderr
         self._device = device_type_of(model)
-        self._names = {id(p): name for name, p in _named_parameters(model)}
+        self._names = parameter_names(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._dead = DeadUpdates(self._names)
         self._sampling = False
         self._scale = self._scaler.get_scale() if self._scaler else 1.0
-        self._skips_in_a_row = 0
+        self._guard = GuardState()
         self._applied_in_a_row = 0
-        self._settled = False
         self._stepped = False
         self._found_inf: Tensor | None = None
-        self._unread: list[Tensor | float] = []
+        self._unread: list[Tensor] = []
         self._tries = 0
         self._rest_until = 0
         self._rest = 10
@@ -133,7 +131,8 @@ class Watch:
         _watches[model] = weakref.ref(self)
         if self._scaler:
             self.loss_scale_history.append((0, self._scale))
-        self._warn_of_half_weights()
+        if warning := half_weights_warning(self._names, self._parameters):
+            self._say(warning, "half weights")
 
     @property
     def steps(self) -> int:
@@ -167,7 +166,9 @@ class Watch:
         worst = sorted(self.dead_updates.items(), key=lambda item: -item[1])[:3]
         if worst and worst[0][1] > 0.01:
             lines.append("updates lost to rounding: " + ", ".join(f"{name} {share:.0%}" for name, share in worst))
-        lines += [f"{VERDICTS[d.verdict]}: {d.module or 'loss'} {d.operation} {d.source}" for d in self.diagnoses]
+        lines += [
+            f"{VERDICTS[d.verdict]}: {d.module or 'loss'} {d.operation} {d.source}".rstrip() for d in self.diagnoses
+        ]
         return "halfwise.watch: " + "\n  ".join(lines)
 
     # What the wiring calls
@@ -204,10 +205,12 @@ class Watch:
         self._count(skipped)
 
     def after_scaler_update(self) -> None:
-        """The scaler moved its scale, or did not. It is read only where it must have moved: reading waits for the device."""
+        """The scaler moved its scale, or did not. It is read only where it must have moved: reading waits for the
+        device.
+        """
         assert self._scaler is not None
         interval = max(1, self._scaler.get_growth_interval())
-        if self._skips_in_a_row or self._applied_in_a_row % interval == 0 or self._device == "cpu":
+        if self._applied_in_a_row % interval == 0 or self._device == "cpu":
             scale = self._scaler.get_scale()
             if scale != self._scale:
                 self._scale = scale
@@ -221,12 +224,11 @@ class Watch:
             self._resolve()
             self._count(skipped=False)
             norm = squared_norm(self._parameters)
-            if isinstance(norm, float) or norm.device.type == "cpu":
-                if is_unsound(norm):
-                    self._note_bad_gradients()
-                    self._arm()
-            else:
+            if isinstance(norm, Tensor):
                 self._unread.append(norm)
+            elif is_unsound(norm):
+                self._note_bad_gradients()
+                self._arm()
         else:
             found = getattr(self._optimizer, "found_inf", None)
             self._found_inf = found if isinstance(found, Tensor) else None
@@ -260,16 +262,21 @@ class Watch:
                 self._arm()
 
     def _count(self, skipped: bool) -> None:
+        """Counts a step, and by the guard's own rule decides whether skips are still normal."""
+        self.skipped_steps += skipped
+        self.applied_steps += not skipped
+        self._applied_in_a_row = 0 if skipped else self._applied_in_a_row + 1
         if not skipped:
-            self.applied_steps += 1
-            self._applied_in_a_row += 1
-            self._skips_in_a_row = 0
-            self._settled = True
+            self._guard = _SETTLED
             return
-        self.skipped_steps += 1
-        self._skips_in_a_row += 1
-        self._applied_in_a_row = 0
-        if self._scale <= _TINY or (self._settled and self._skips_in_a_row >= _PATIENCE):
+        seen = Observation(
+            loss_finite=True,  # a loss that is not finite was seen before, and has armed the trace
+            gradients_sound=False,
+            scaled=self._scaler is not None,
+            at_floor=self._scale <= _TINY,
+        )
+        self._guard, action = observe(self._guard, seen)
+        if action == "localise":
             self._arm()
 
     def _arm(self) -> None:
@@ -311,21 +318,7 @@ class Watch:
             if p.grad is not None and is_unsound(squared_norm([p]))
         ]
         names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        self._bad_gradients = f"the gradients of step {self.steps - 1} were not finite first ({names})"
-
-    def _warn_of_half_weights(self) -> None:
-        half = [
-            (self._names[id(p)], str(p.dtype).removeprefix("torch."))
-            for p in self._parameters
-            if p.dtype in (torch.float16, torch.bfloat16)
-        ]
-        if half:
-            name, dtype = half[0]
-            self._say(
-                f"halfwise: {len(half)} trainable parameters are in half, such as {name} in {dtype}: updates below half an ulp "
-                "are lost\nfix        model.float()  # float32 master weights; keep torch.autocast for the computation",
-                "half weights",
-            )
+        self._bad_gradients = f"step {self.steps - 1} was the first with bad gradients ({names})"
 
     def _say(self, text: str, about: object) -> None:
         if about not in self._said:
@@ -337,31 +330,7 @@ def _with_history(diagnosis: Diagnosis, history: str) -> Diagnosis:
     return Diagnosis(
         diagnosis.verdict,
         suspects=diagnosis.suspects,
-        detail=f"{diagnosis.detail}; {history}, and the optimizer wrote them into the weights",
+        detail=f"{diagnosis.detail}; {history}, which the optimizer wrote into the weights",
         fix=(*diagnosis.fix, "# hw.MixedPrecision(model, optimizer, policy=...) skips such steps in every precision"),
         evidence=diagnosis.evidence,
     )
-
-
-def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (f"{path}.{name}" if path else name, parameter)
-        for path, module in named_layers(model)
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
-
-def _check(model: object, optimizer: object, scaler: object) -> None:
-    wanted = ((model, nn.Module, "model"), (optimizer, Optimizer, "optimizer"))
-    for given, kind, name in wanted:
-        if not isinstance(given, kind):
-            raise UsageError(
-                f"watch({name}={given!r}): it must be a torch {kind.__name__}; hw.watch(model, optimizer, scaler=scaler)"
-            )
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise UsageError(f"watch(scaler={scaler!r}): it must be a torch.amp.GradScaler, or None for a loop without one")
-
-
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text + "\n")

@@ -30,7 +30,8 @@ class Wiring:
     """Attaches an observer; `remove()` takes everything off again, also in the middle of a step.
 
     Attributes:
-        sees_forward: False where the model was compiled in place (`model.compile()`): its hooks would be compiled with it.
+        sees_forward: False where the model was compiled in place (`model.compile()`): its hooks would be compiled with
+            it.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None, observer: Observer) -> None:
@@ -55,7 +56,9 @@ class Wiring:
             self._wrap_scaler(scaler, optimizer, observer)
 
     def remove(self) -> None:
-        """Takes off every hook and wrapper. A wrapper that someone else wrapped in turn stays, and does nothing any more."""
+        """Takes off every hook and wrapper. A wrapper that someone else wrapped in turn stays, and does nothing any
+        more.
+        """
         for hook in self._hooks:
             hook.call = None
         for handle in self._handles:
@@ -99,7 +102,8 @@ def _training(module: nn.Module) -> bool:
 
 
 class _Hook:
-    """A hook that does not follow its module into copies: a deep copy or pickle of the model (an average, a checkpoint) gets a
+    """A hook that does not follow its module into copies: a deep copy or pickle of the model (an average, a checkpoint)
+    gets a
     hook that does nothing.
     """
 

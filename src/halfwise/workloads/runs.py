@@ -11,7 +11,7 @@ from typing import Any
 import halfwise.torch as hw
 from halfwise.core.policy import POLICIES, parse_policy
 from halfwise.core.record import RunRecord
-from halfwise.errors import UsageError
+from halfwise.errors import PolicyError, UsageError
 from halfwise.workloads.compare import compare_with_float32
 from halfwise.workloads.data import ImageData, load_images
 from halfwise.workloads.settings import ImageSettings, describe_environment, environment_changes
@@ -54,7 +54,7 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
     settings = ImageSettings.from_dict(before.get("settings"))
     for name, value in given.items():
         kept = getattr(settings, name)
-        if name != "epochs" and value != kept and not (name == "policy" and parse_policy(value) == kept):
+        if name != "epochs" and value != kept and not (name == "policy" and _same_policy(str(value), kept)):
             option = "--" + name.replace("_", "-")
             raise UsageError(
                 f"the run in {str(directory)!r} was started with {option} {kept}, not {value}. A run goes on as it "
@@ -65,6 +65,11 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
     plan = None if settings.policy in POLICIES else hw.Plan.load(record.plan_path)
     training = ImageTraining(settings, _load(settings), plan=plan, view=view)
     now = _environment(training)
+    if before.get("data") != now["data"]:
+        raise UsageError(
+            f"the data {settings.data!r} are not those that the run in {str(directory)!r} began with "
+            f"({before.get('data')} before, {now['data']} now): put them back, or start a new run."
+        )
     if changes := environment_changes(before, now):
         view.message(
             f"this is not quite the environment that the run began in ({'; '.join(changes)}): it goes on, but the last "
@@ -87,6 +92,7 @@ def finish(training: ImageTraining, record: RunRecord, results: Mapping[str, Any
     """
     mp, settings = training.mp, training.settings
     plan = mp.plan
+    training.view.measuring()
     half = plan is not None and (plan.default.compute != "float32" or any(r.compute != "float32" for r in plan.layers))
     summary = {
         "workload": "image",
@@ -102,10 +108,17 @@ def finish(training: ImageTraining, record: RunRecord, results: Mapping[str, Any
         "loss_scale": mp.loss_scale,
         "skipped_steps": mp.skipped_steps,
         "incidents": [incident.as_dict() for incident in record.events()],
-        "plan": _described(plan or hw.Plan()),
+        "plan": None if plan is None else _described(plan),
     }
     record.write_summary(summary)
     return summary
+
+
+def _same_policy(given: str, kept: str) -> bool:
+    try:
+        return parse_policy(given) == kept
+    except PolicyError:  # the path of a plan
+        return False
 
 
 def _load(settings: ImageSettings) -> ImageData:

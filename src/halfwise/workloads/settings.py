@@ -40,7 +40,7 @@ class ImageSettings:
     policy: str = "auto"
     data: str = "digits"
     network: str = "convnet"
-    epochs: int = 15
+    epochs: int = 20
     batch_size: int = 64
     learning_rate: float = 1e-3
     seed: int = 0

@@ -33,6 +33,9 @@ class View(Protocol):
     def step(self, row: Mapping[str, Any], *, accuracy: float, skipped: int) -> None:
         """A step is done. `row` is its line in `metrics.jsonl`, `accuracy` the epoch's so far, on training images."""
 
+    def measuring(self) -> None:
+        """Training is over, and the step time is measured."""
+
     def message(self, text: str) -> None:
         """The guard has something to say."""
 
