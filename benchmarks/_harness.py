@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["emit", "interleave", "medians", "ratios", "stamp", "table"]
+__all__ = ["emit", "interleave", "medians", "minima", "ratios", "stamp", "table"]
 
 _PACKAGES = ("numpy", "torch", "numba", "ml_dtypes", "keras", "tensorflow", "jax")
 
@@ -53,7 +53,7 @@ def interleave(
     warmup: int = 2,
     synchronize: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds that each candidate took in each round; all run once in every round.
+    """Seconds that each candidate took in each round; all run once in every round, in alternating order.
 
     Args:
         candidates: what to time, by name.
@@ -63,7 +63,8 @@ def interleave(
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for round_number in range(-warmup, rounds):
-        for name, run in candidates.items():
+        order = list(candidates.items())
+        for name, run in order if round_number % 2 else reversed(order):
             start = time.perf_counter()
             run()
             if synchronize is not None:
@@ -79,6 +80,11 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def minima(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Each candidate's shortest time, in seconds: what the work costs where other processes disturb the medians."""
+    return {name: min(times) for name, times in seconds.items()}
+
+
 def ratios(seconds: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
     """The median over the rounds of each candidate's time relative to the reference's in the same round."""
     base = seconds[reference]
@@ -90,7 +96,10 @@ def ratios(seconds: Mapping[str, Sequence[float]], reference: str) -> dict[str, 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Plain-text columns, the first one flush left, the others flush right; floats with three digits."""
-    cells = [list(headers), *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
+    cells: list[list[str]] = [
+        list(headers),
+        *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows),
+    ]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     return "\n".join(
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))

@@ -1,7 +1,7 @@
 """halfwise: mixed-precision training that decides from evidence, survives numerical accidents and explains itself.
 
-`import halfwise.torch as hw` is the PyTorch front door. This module holds what is common to all frameworks; its names are loaded
-when they are first used, so that importing it costs nothing.
+`import halfwise.torch as hw` is the PyTorch front door. This module holds what is common to all frameworks; its names
+are loaded when they are first used, so that importing it costs nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _HOMES = {
     "UsageError": "halfwise.errors",
 }
 
-__all__ = [  # noqa: RUF022  # sorted as the tests pin it, without regard to kinds of names
+__all__ = [
+    "FORMATS",
     "Diagnosis",
     "ExponentHistogram",
-    "FORMATS",
     "Format",
     "HalfwiseError",
     "Incident",

@@ -155,6 +155,17 @@ def test_a_malformed_idx_file_is_named(halfwise: Halfwise) -> None:
     assert "1 epoch, 1 step" in out
 
 
+def test_tiny_images_take_one_thread_unless_told(halfwise: Halfwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["train", "image", *QUICK, "--policy", "float32"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    halfwise(*arguments, "--out", "free")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(2)
+    halfwise(*arguments, "--out", "told")
+    assert [RunRecord.open(name).environment()["threads"] for name in ("free", "told")] == [1, 2]
+
+
 def test_a_plan_is_followed_kept_and_not_needed_again(halfwise: Halfwise) -> None:
     Plan.manual({"head": "float32"}, default="bfloat16").save("mine.toml")
     code, out, _ = halfwise("train", "image", *QUICK, "--policy", "mine.toml")

@@ -30,7 +30,8 @@ def decoded(name: str) -> npt.NDArray[np.float32]:
     dtype = DTYPES[name]
     patterns = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
     with np.errstate(invalid="ignore"):
-        return patterns.view(dtype).astype(np.float32)
+        values: npt.NDArray[np.float32] = patterns.view(dtype).astype(np.float32)
+    return values
 
 
 def same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:

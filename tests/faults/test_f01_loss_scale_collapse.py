@@ -1,6 +1,7 @@
 """No sequence of overflows corrupts weights; and good steps after it are applied.
 
-An unbounded loss scale halves until its reciprocal is infinite, and the next good batch writes inf, then NaN, into every weight.
+An unbounded loss scale halves until its reciprocal is infinite, and the next good batch writes
+inf, then NaN, into every weight.
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def test_training_ends_at_float32s_accuracy() -> None:
 def test_reported_and_not_changed() -> None:
     model = SixLayers()
     before = [p.detach().clone() for p in model.parameters()]
-    with hw.MixedPrecision(model, torch.optim.Adam(model.parameters()), "mixed_float16", guard="report", log=lambda _: None) as mp:
+    with hw.MixedPrecision(
+        model, torch.optim.Adam(model.parameters()), "mixed_float16", guard="report", log=lambda _: None
+    ) as mp:
         rows = batches(1)[0]
         result = mp.step(lambda: nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows]))
         assert mp.plan is not None

@@ -26,7 +26,9 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 def test_resumed_run_is_bit_identical(policy: str, stop: int) -> None:
     steps = 20
 
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, mp: hw.MixedPrecision, first: int, last: int) -> list[tuple[bool, float]]:
+    def run(
+        model: nn.Module, optimizer: torch.optim.Optimizer, mp: hw.MixedPrecision, first: int, last: int
+    ) -> list[tuple[bool, float]]:
         results = [mp.step(lambda step=step: loss_of(model, step)) for step in range(first, last)]  # type: ignore[misc]
         return [(r.applied, r.loss_scale) for r in results]
 
@@ -51,7 +53,9 @@ def test_resumed_run_is_bit_identical(policy: str, stop: int) -> None:
         state = resumed.state_dict()
     if policy != "auto" or stop > 3:  # evidence that was not complete is gathered anew, so that the plan comes later
         assert found == expected
-        assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), model.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(twin.state_dict().values(), model.state_dict().values(), strict=True)
+        )
         random, final_random = state.pop("random"), final.pop("random")
         assert torch.equal(random["cpu"], final_random["cpu"])
         assert state == final
@@ -80,7 +84,15 @@ def test_state_of_a_gradscaler_is_taken_over() -> None:
 def test_a_collapsed_gradscaler_comes_back_at_the_floor() -> None:
     model = nn.Linear(2, 1)
     with hw.MixedPrecision(model, torch.optim.SGD(model.parameters()), "mixed_float16") as mp:
-        mp.load_state_dict({"scale": 2.0**-130, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0})
+        mp.load_state_dict(
+            {
+                "scale": 2.0**-130,
+                "growth_factor": 2.0,
+                "backoff_factor": 0.5,
+                "growth_interval": 2000,
+                "_growth_tracker": 0,
+            }
+        )
         assert mp.loss_scale == 1.0
         mp.load_state_dict({})  # a GradScaler that was not enabled
         assert mp.loss_scale == 1.0

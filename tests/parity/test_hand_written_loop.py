@@ -1,7 +1,8 @@
 """`MixedPrecision` against hand-written loops that use none of our code: equal bits.
 
-With float32 the reference is the plain loop; with the half policies it is `torch.autocast` and `torch.amp.GradScaler`, through a
-trace that includes skipped steps. One difference is meant and tested: a skipped step leaves batch-norm statistics as they were.
+With float32 the reference is the plain loop; with the half policies it is `torch.autocast` and
+`torch.amp.GradScaler`, through a trace that includes skipped steps. One difference is meant and tested: a skipped
+step leaves batch-norm statistics as they were.
 """
 
 from __future__ import annotations

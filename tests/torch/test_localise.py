@@ -58,17 +58,17 @@ def six_layers() -> nn.Sequential:
         *(nn.Sequential(nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6)), nn.Linear(64, 4)
     )
     with torch.no_grad():
-        model[2][2].bias.fill_(60.0)  # type: ignore[index, union-attr, operator]
-        model[2][2].weight.zero_()  # type: ignore[index, union-attr, operator]
-        model[3][0] = nn.Identity()  # type: ignore[index, operator]
-        model[3][1].weight.uniform_(20.0, 40.0)  # type: ignore[index, union-attr, operator]
+        model[2][2].bias.fill_(60.0)  # type: ignore[index]
+        model[2][2].weight.zero_()  # type: ignore[index]
+        model[3][0] = nn.Identity()  # type: ignore[operator]
+        model[3][1].weight.uniform_(20.0, 40.0)  # type: ignore[index]
     return model
 
 
 def test_linear_overflow_names_the_layer_and_the_fix() -> None:
     model, x = six_layers(), torch.randn(8, 64)
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         return model(x).float().square().mean()
 
     found = find(model, closure)
@@ -119,15 +119,17 @@ def test_reductions_and_exponentials_in_half(function: Callable[[Tensor], Tensor
 def test_an_epsilon_that_rounds_to_zero_is_named_with_the_smallest_that_works() -> None:
     model = nn.Linear(4, 4)
 
-    def loss() -> Tensor:
-        return -torch.log(torch.softmax(model(torch.ones(3, 4)) * 0 + torch.tensor([0, 0, 0, 90.0]), -1).half() + 1e-8).mean()
+    def loss() -> Any:
+        return -torch.log(
+            torch.softmax(model(torch.ones(3, 4)) * 0 + torch.tensor([0, 0, 0, 90.0]), -1).half() + 1e-8
+        ).mean()
 
     found = find(model, loss)
     assert found.verdict == "overflow_at_every_scale"
     assert (found.module, found.operation, found.source) == ("", "aten.log", line_of(loss))
     smallest = float(found.fix[0].split("eps = ")[1].split()[0])
     assert "1e-08 rounds to 0 in float16" in found.fix[0]
-    assert math.isfinite(float((1.0 / torch.tensor(smallest).half())))
+    assert math.isfinite(float(1.0 / torch.tensor(smallest).half()))
     assert not math.isfinite(float(1.0 / torch.tensor(smallest * 0.9).half()))
 
 
@@ -237,7 +239,7 @@ def test_infinities_that_never_reach_the_loss_are_not_reported() -> None:
 def test_nan_in_a_weight() -> None:
     model = six_layers()
     with torch.no_grad():
-        model[2][1].weight[0, 0] = math.nan  # type: ignore[index, union-attr, operator]
+        model[2][1].weight[0, 0] = math.nan  # type: ignore[index]
     found = find(model, lambda: model(torch.randn(8, 64)).float().mean())
     assert (found.verdict, found.module, found.operation) == ("nonfinite_parameters", "2.1", "")
     assert "2.1.weight holds nan" in found.detail
@@ -247,7 +249,7 @@ def test_inf_in_a_buffer_is_broken_and_minus_inf_is_a_mask() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
     assert find(model, lambda: model(torch.randn(8, 4)).float().mean()).verdict == "not_reproducible"
-    model[1].running_var[0] = math.inf  # type: ignore[index, operator]
+    model[1].running_var[0] = math.inf  # type: ignore[operator]
     assert "1.running_var holds inf" in find(model, lambda: model(torch.randn(8, 4)).float().mean()).detail
 
 
@@ -265,7 +267,7 @@ def test_nan_in_the_data_that_the_code_handles_is_not_blamed() -> None:
     x = torch.tensor([[1.0, math.nan, 2.0, 3.0]])
     model = in_the_middle(_exponential)
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         return model(torch.where(torch.isnan(x), 0.0, x)).float().mean()
 
     found = find(model, closure)
@@ -282,7 +284,7 @@ def test_nan_in_targets_outside_the_model() -> None:
 def test_gradients_that_overflow_only_through_the_loss_scale() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         return (model(torch.ones(4, 8)).float() * 100).sum()
 
     found = find(model, closure, loss_scale=65536.0)
@@ -301,10 +303,10 @@ def test_gradients_that_overflow_at_scale_one() -> None:
             return x * 1.0
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * 6e4 * 6e4
 
-    model = in_the_middle(lambda h: Steep.apply(h))  # type: ignore[no-any-return, no-untyped-call]
+    model = in_the_middle(lambda h: Steep.apply(h))  # type: ignore[no-untyped-call]
     found = find(model, lambda: model(torch.ones(2, 4)).float().sum(), loss_scale=2.0)
     assert found.verdict == "overflow_at_every_scale"
     assert (found.module, found.direction, found.operation) == ("1", "backward", "aten.mul")
@@ -334,9 +336,58 @@ def test_float32_fails_too() -> None:
 def test_a_cast_that_overflows_at_the_entrance_belongs_to_the_layer_that_asked() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     with torch.no_grad():
-        model[0].weight.fill_(1e6)  # type: ignore[union-attr, operator]
+        model[0].weight.fill_(1e6)  # type: ignore[operator]
     found = find(model, lambda: model(torch.randn(3, 4)).float().square().mean())
     assert (found.verdict, found.module, found.operation) == ("overflow_at_every_scale", "1", "aten._to_copy")
+
+
+def test_a_cast_in_the_callers_code_belongs_to_the_layer_that_reads_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def closure() -> Any:
+        return model(torch.full((2, 4), 1e6).half()).float().mean()
+
+    found = find(model, closure)  # in float32 this code does not run at all: half meets float32 weights
+    assert (found.verdict, found.module, found.operation) == ("overflow_at_every_scale", "0", "aten._to_copy")
+    assert found.source == line_of(closure)
+    assert "does not run in float32" in found.detail
+
+
+def test_of_a_tensor_that_is_bad_in_part_only_what_was_read_counts() -> None:
+    padded = torch.tensor([[12.0] * 4, [math.nan] * 4], dtype=torch.float16)
+    model = nn.Linear(4, 4)
+
+    def sound_part() -> Any:
+        rows = padded * 1.0
+        return model(torch.exp(rows[:1]).float()).float().mean()
+
+    found = find(model, sound_part)
+    assert (found.verdict, found.operation) == ("overflow_at_every_scale", "aten.exp")
+    assert found.source == line_of(sound_part, 2)
+
+    def bad_part() -> Any:
+        rows = padded * 1.0
+        return model(rows[1:].float()).float().mean()
+
+    assert find(model, bad_part).verdict == "nonfinite_input"
+
+
+def test_factors_of_the_backward_pass_do_not_grow_with_the_loss_scale() -> None:
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            factor = torch.full((2, 4), 1000.0, dtype=grad.dtype) * 1.5
+            return grad * (factor * 1e-3)
+
+    model = in_the_middle(lambda h: Gated.apply(h))  # type: ignore[no-untyped-call]
+    found = find(model, lambda: model(torch.ones(2, 4)).float().sum() * 900, loss_scale=1024.0)
+    assert found.verdict == "loss_scale_too_high"
+    assert all(not s.source.endswith(str(Gated.backward.__code__.co_firstlineno + 2)) for s in found.suspects)
+    assert found.suspects
 
 
 def test_multihead_attention_is_named_as_a_whole() -> None:
@@ -346,7 +397,7 @@ def test_multihead_attention_is_named_as_a_whole() -> None:
             self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
         def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-            return self.attention(x, x, x, key_padding_mask=hidden)[0]  # type: ignore[no-any-return]
+            return self.attention(x, x, x, key_padding_mask=hidden)[0]
 
     model, x = Encoder(), torch.randn(2, 5, 16).abs()
     with torch.no_grad():
@@ -372,15 +423,15 @@ def test_recurrent_layers_are_named_as_a_whole() -> None:
     assert (found.verdict, found.operation) == ("not_a_precision_problem", "aten.log")
     assert found.source == line_of(Reader.forward)
     with torch.no_grad():
-        model.lstm.weight_ih_l0.fill_(1e38)
-        model.lstm.weight_hh_l0.fill_(-1e38)
+        model.lstm.weight_ih_l0.fill_(1e38)  # type: ignore[operator]
+        model.lstm.weight_hh_l0.fill_(-1e38)  # type: ignore[operator]
     found = find(model, lambda: model.lstm(torch.full((2, 5, 8), 100.0))[0].mean(), format_name="float32")
     assert (found.verdict, found.module) == ("not_a_precision_problem", "lstm")
 
 
 def test_compiled_models_are_replayed_eagerly() -> None:
     model, x = six_layers(), torch.randn(8, 64)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     with region("cpu", "float16"):
         compiled(x)
     found = find(compiled, lambda: compiled(x).float().square().mean())
@@ -395,7 +446,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
             self.first, self.layer = nn.Linear(4, 4), Layer(function)
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.layer, self.first(x), use_reentrant=reentrant)  # type: ignore[no-any-return]
+            return checkpoint(self.layer, self.first(x), use_reentrant=reentrant)
 
     model = Checkpointed(_exponential)
     found = find(model, lambda: model(torch.ones(2, 4)).float().mean())
@@ -412,12 +463,12 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 def test_tied_weights() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
     with torch.no_grad():
-        model[0].weight.fill_(3e4)  # type: ignore[union-attr, operator]
-        model[0].bias.zero_()  # type: ignore[union-attr, operator]
+        model[0].weight.fill_(3e4)  # type: ignore[operator]
+        model[0].bias.zero_()  # type: ignore[operator]
     model[2].weight = model[0].weight
     x = torch.tensor([[1e-4, 0.0, 0.0, 0.0]])
     with torch.no_grad():
-        model[1].bias.fill_(9.0)  # type: ignore[union-attr, operator]
+        model[1].bias.fill_(9.0)  # type: ignore[operator]
     found = find(model, lambda: model(x).float().square().mean())
     assert (found.verdict, found.module) == ("overflow_at_every_scale", "2")
 
@@ -426,10 +477,10 @@ def test_of_several_closures_the_failing_one_is_found() -> None:
     model, x = six_layers(), torch.randn(8, 64)
     head = model[6]
 
-    def sound() -> Tensor:
-        return head(x).float().mean()  # type: ignore[operator, no-any-return]
+    def sound() -> Any:
+        return head(x).float().mean()
 
-    def failing() -> Tensor:
+    def failing() -> Any:
         return model(x).float().mean()
 
     found = find(model, sound, failing, sound)
@@ -438,9 +489,9 @@ def test_of_several_closures_the_failing_one_is_found() -> None:
 
 def test_a_failure_that_does_not_come_back() -> None:
     model = nn.Linear(4, 4)
-    calls = []
+    calls: list[None] = []
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         calls.append(None)
         return model(torch.ones(2, 4)).float().mean()
 
@@ -453,7 +504,7 @@ def test_as_few_replays_as_the_verdict_needs() -> None:
     calls: list[bool] = []
 
     def counted(model: nn.Module, x: Tensor) -> Closure:
-        def closure() -> Tensor:
+        def closure() -> Any:
             calls.append(torch.is_autocast_enabled("cpu"))
             return model(x).float().square().mean()
 
@@ -484,9 +535,9 @@ def test_nothing_is_left_behind() -> None:
     generator = torch.get_rng_state()
     masks = []
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         masks.append(torch.rand(3))
-        return criterion(model(torch.randn(8, 4)).float()).mean()  # type: ignore[no-any-return]
+        return criterion(model(torch.randn(8, 4)).float()).mean()
 
     assert find(model, closure, loss_scale=4.0).module == "b"
     assert all(torch.equal(masks[0], m) for m in masks)  # every replay saw the same random numbers
@@ -502,7 +553,7 @@ def test_nothing_is_left_behind() -> None:
 def test_an_exception_in_the_closure_leaves_nothing_behind_either() -> None:
     model = Everything()
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         model(torch.randn(8, 4))
         raise KeyboardInterrupt
 

@@ -262,7 +262,9 @@ def test_auto_trains_in_float32_while_it_gathers_evidence_and_then_follows_the_p
 @pytest.mark.parametrize("relative", [{"bfloat16": 1.0, "float16": 1.2}, {"bfloat16": 0.99}, {}])
 def test_auto_answers_float32_where_nothing_is_gained(relative: dict[str, float]) -> None:
     model = network()
-    with hw.MixedPrecision(model, sgd(model), "auto", timing=hw.TimingTable.uniform(["0", "2"], relative=relative)) as mp:
+    with hw.MixedPrecision(
+        model, sgd(model), "auto", timing=hw.TimingTable.uniform(["0", "2"], relative=relative)
+    ) as mp:
         for _ in range(4):
             mp.step(lambda: loss_of(model))
         assert mp.plan is not None
@@ -330,7 +332,9 @@ def test_a_subset_of_parameters_frozen_and_tied_weights() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with hw.MixedPrecision(model, torch.optim.SGD(model.embed.parameters(), 0.5), "mixed_float16") as mp:
         for _ in range(2):
-            assert mp.step(lambda: nn.functional.cross_entropy(model(torch.tensor([1, 2])), torch.tensor([2, 3]))).applied
+            assert mp.step(
+                lambda: nn.functional.cross_entropy(model(torch.tensor([1, 2])), torch.tensor([2, 3]))
+            ).applied
     assert model.head.weight is model.embed.weight
     moved = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
     assert moved == {"embed.weight"}

@@ -20,7 +20,7 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * 2.0  # a line in the user's file
+        return self.inner(x) * 2.0
 
 
 def _by_operation(trace: Trace, operation: str, direction: str = "forward") -> list[Record]:
@@ -78,11 +78,11 @@ def test_backward_operations_lead_to_the_forward_ones() -> None:
 def test_a_custom_functions_backward_keeps_its_own_line() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(ctx: object, x: Tensor) -> Tensor:
             return x * 2.0
 
         @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: object, grad: Tensor) -> Tensor:
             return grad * 3.0
 
     model = nn.Linear(2, 2)

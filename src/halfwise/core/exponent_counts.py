@@ -33,7 +33,7 @@ _BLOCK = 1 << 16  # values in a block of the numpy code: its temporaries stay in
 _FEW = 1 << 16  # up to here the set-up of the faster counters costs more than it saves
 _MANY = 1 << 20  # values that are worth a thread
 _MOST = 1 << 30  # values in a chunk: no uint32 counter overflows
-_SAMPLE = 512
+_RUNS, _RUN = 16, 32  # the sample
 
 
 class ExponentCounts(NamedTuple):
@@ -150,7 +150,9 @@ def _count_float32(values: npt.NDArray[np.float32], threads: int) -> ExponentCou
 
 def _window(bits: UInt32s, width: int) -> tuple[np.uint32, np.uint32] | None:
     """First bin of the window and copies of counters for `count_float32`, from a sample; None where no window suits."""
-    sample = _count_with_numpy(bits[:: bits.size // _SAMPLE])
+    # Short runs from all over: values one by one would cost a miss of the caches each, a tenth of the whole count.
+    runs = bits[: bits.size // _RUNS * _RUNS].reshape(_RUNS, -1)
+    sample = _count_with_numpy(runs[:, :_RUN].ravel())
     finite = sample[:BIN_COUNT]
     below = np.concatenate(([0], np.cumsum(finite)))
     held = below[width:] - below[:-width]
@@ -158,7 +160,7 @@ def _window(bits: UInt32s, width: int) -> tuple[np.uint32, np.uint32] | None:
     best = np.flatnonzero(held == held.max())
     if held.max() < 0.99 * finite.sum():
         return None
-    crowded = sample.max() > 0.3 * sample.sum()
+    crowded = finite.max() > 0.3 * sample.sum()
     return np.uint32(best[best.size // 2]), np.uint32(4 if crowded else 1)
 
 

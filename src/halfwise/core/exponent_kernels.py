@@ -9,13 +9,13 @@ store a cycle, whatever the memory could deliver. `count_float32` halves the sto
 2. *Counts*. One increment for each code in a joint table of 128 x 128 counters, of which real data touch a few KiB.
    Meanwhile the next block is prefetched, so that its memory latency passes under the increments.
 
-A 7-bit half code holds a window of 127 bins (31 binades) and one slot for everything else: zeros, and values outside
-the window. Values outside are recounted one by one; a block with many of them is counted by the plain loop. Any data are
-counted exactly; only the speed depends on the window.
+A 7-bit half code holds a window of 111 bins (28 binades), slots for zeros, and one slot for everything else, which is
+then recounted one by one; a block with much of it is counted by the plain loop. Any data are counted exactly; only the
+speed depends on the window.
 
 Increments of one counter in quick succession wait for each other, and a processor that guesses wrongly which ones do
-loses more still (on data that are half zeros a loop with one table takes nearly three times as long). So a counter may
-have 4 copies, side by side, used in turn.
+loses more still (on data that are half zeros the plain loop with one table takes nearly three times as long). So zeros
+take 16 slots in turn, and where another single bin holds much of the data, each counter gets 4 copies, used in turn.
 
 Bits are `uint32` throughout. numba promotes `uint32 - uint32` to 64 bits, where the wrap of 0 - 1 would index out of
 bounds: hence the `U32(...)` around every operation.
@@ -41,15 +41,17 @@ UInt32s = npt.NDArray[np.uint32]
 U16 = np.uint16
 U32 = np.uint32
 BINS = 2048  # 0 to 1019 finite (1019 also inf), 1020 to 1023 NaN, 2047 zero
-WINDOW = 127  # bins that a code can tell apart
+WINDOW = 111  # bins that a code can tell apart
 MAGNITUDE = U32(0x7FFFFFFF)
 SHIFT = U32(21)  # leaves the exponent and two mantissa bits: four bins a binade
 ZERO = U32(2047)
 ZERO_BIT = U32(10)  # set in the index of a zero only
 ONE = U32(1)
 SLOT_BITS = U32(7)
-OTHER = U32(WINDOW)  # the slot for zeros and for values outside the window
-CODES = 4096  # codes in a block: 32 KiB of values, 8 KiB of codes
+OUTSIDE = U32(111)  # the slot of what is neither zero nor in the window
+ZERO_SLOTS = U32(112)  # the first of sixteen
+LOW_SLOT = U16(127)  # the bits of a code's first slot
+CODES = 8192  # codes in a block: 64 KiB of values, 16 KiB of codes
 STRIP = 256  # values or codes that are looked at together
 LINE = 16  # float32 values in a cache line of 64 bytes
 
@@ -91,27 +93,36 @@ def _index(bits: np.uint32) -> np.uint32:
 
 
 @_compile
-def _fill_codes(first: UInt32s, second: UInt32s, codes: UInt16s, base: np.uint32) -> np.uint32:
-    """Write the codes of the pairs `(first[i], second[i])`; returns how many non-zero values are outside the window."""
-    outside = U32(0)
+def _fill_codes(first: UInt32s, second: UInt32s, codes: UInt16s, base: np.uint32) -> None:
+    """Write the codes of the pairs `(first[i], second[i])`."""
+    offset = U32(U32(base << SHIFT) + ONE)
     for i in range(codes.size):
-        a = _index(first[i])
-        b = _index(second[i])
-        slot_a = U32(min(U32(a - base), OTHER))
-        slot_b = U32(min(U32(b - base), OTHER))
+        a = U32(first[i] & MAGNITUDE)
+        b = U32(second[i] & MAGNITUDE)
+        # Below the window the subtraction wraps to more than any slot.
+        slot_a = U32(min(U32(U32(a - offset) >> SHIFT), OUTSIDE))
+        slot_b = U32(min(U32(U32(b - offset) >> SHIFT), OUTSIDE))
+        zero_slot = U32(ZERO_SLOTS | U32(U32(i) & U32(15)))
+        slot_a = zero_slot if a == 0 else slot_a
+        slot_b = zero_slot if b == 0 else slot_b
         codes[i] = U16(slot_a | U32(slot_b << SLOT_BITS))
-        # 1 for each value in the slot of the others, less 1 for each zero: arithmetic, because branches or booleans
-        # would keep this loop from becoming SIMD instructions.
-        others = U32(U32(U32(slot_a + ONE) >> SLOT_BITS) + U32(U32(slot_b + ONE) >> SLOT_BITS))
-        zeros = U32(U32(a >> ZERO_BIT) + U32(b >> ZERO_BIT))
-        outside = U32(outside + U32(others - zeros))
-    return outside
+
+
+@_compile
+def _count_outside(codes: UInt16s) -> np.uint16:
+    """How many of the values in a block's codes are neither zero nor in the window."""
+    count = U16(0)
+    for i in range(codes.size):
+        is_first = U16(U16(codes[i] & LOW_SLOT) == U16(OUTSIDE))
+        is_second = U16(U16(codes[i] >> U16(SLOT_BITS)) == U16(OUTSIDE))
+        count = U16(count + U16(is_first + is_second))
+    return count
 
 
 @_compile
 def _outside(index: np.uint32, base: np.uint32) -> np.uint32:
-    """1 for a value that is neither zero nor in the window, else 0."""
-    return U32(U32(U32(min(U32(index - base), OTHER)) + ONE) >> SLOT_BITS) ^ U32(index >> ZERO_BIT)
+    """1 for a value that is neither zero nor in the window, else 0. Arithmetic, since branches would prevent SIMD."""
+    return U32(U32(min(U32(index - base), OUTSIDE) + U32(17)) >> SLOT_BITS) ^ U32(index >> ZERO_BIT)
 
 
 @_compile
@@ -240,7 +251,7 @@ def count_float32(values: UInt32s, base: np.uint32, copies: np.uint32, bins: UIn
 
     Args:
         values: the bits of float32 values, shape (n,), n below 2^31 so that no counter overflows.
-        base: first bin of the window, which holds `base` to `base + 126`; at most 897.
+        base: first bin of the window, which holds `base` to `base + 110`; at most 909.
         copies: counters for each pair of bins, 1 or 4: 4 where a single bin holds much of the data.
         bins: `BINS` counters, added to.
     """
@@ -253,30 +264,29 @@ def count_float32(values: UInt32s, base: np.uint32, copies: np.uint32, bins: UIn
     table = np.zeros((1 << 14) * np.int64(copies), np.uint32)
     plain = np.zeros(4 * BINS, np.uint32)
     found = np.empty(STRIP, np.uint32)
-    recounted = U32(0)
     for start in range(0, half, CODES):
         stop = start + CODES
-        outside = _fill_codes(first[start:stop], second[start:stop], codes, base)
-        if outside > CODES // 128:  # one value of 256: recounting would take as long
+        _fill_codes(first[start:stop], second[start:stop], codes, base)
+        outside = _count_outside(codes)
+        if outside > CODES // 512:  # one value of 1024: recounting would take as long
             _count_plain(first[start:stop], plain)
             _count_plain(second[start:stop], plain)
             continue
         if outside:
             _recount(first[start:stop], base, found, bins)
             _recount(second[start:stop], base, found, bins)
-            recounted = U32(recounted + outside)
         if copies == ONE:
             _count_codes(codes, table, first_address + 4 * stop, second_address + 4 * stop)
         else:
             _count_codes_in_copies(codes, table, first_address + 4 * stop, second_address + 4 * stop)
-    slots = np.zeros(WINDOW + 1, np.uint32)
+    slots = np.zeros(1 << 7, np.uint32)
     if copies == ONE:
         _fold_table(table, slots)
     else:
         _fold_table_of_copies(table, slots)
     for slot in range(WINDOW):
         bins[U32(base + U32(slot))] += slots[slot]
-    bins[ZERO] += U32(slots[OTHER] - recounted)
+    bins[ZERO] += slots[ZERO_SLOTS:].sum()
     _count_plain(values[2 * half :], plain)
     _fold_copies(plain, bins)
 

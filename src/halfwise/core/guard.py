@@ -1,11 +1,11 @@
 """The guard as a value with pure updates: when to apply a step, skip it, localise, heal, or stop.
 
-A step is watched through one `Observation`. Where something is wrong the guard either skips (the loss scale backs off) or asks
-for the culprit to be localised; the adapter does so and comes back with a `Diagnosis`, on which the guard concludes: demote the
-culprit and try the same batch again, leave the batch out, or stop the run.
+A step is watched through one `Observation`. Where something is wrong the guard either skips (the loss scale backs off)
+or asks for the culprit to be localised; the adapter does so and comes back with a `Diagnosis`, on which the guard
+concludes: demote the culprit and try the same batch again, leave the batch out, or stop the run.
 
-One bad batch does not end a run: a failure that no precision can heal is left out and reported. It is the fourth in a row, or
-weights that are already NaN, that stop it.
+One bad batch does not end a run: a failure that no precision can heal is left out and reported. It is the fourth in a
+row, or weights that are already NaN, that stop it.
 """
 
 from __future__ import annotations

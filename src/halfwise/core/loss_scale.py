@@ -1,9 +1,11 @@
 """The loss scale as a value with a pure update: bounded below and above, with hysteresis.
 
-Why bounds: an unbounded scale halves at every overflow until its reciprocal is infinite, and the next good batch then writes
-NaN into every weight (after 144 overflows in a row with torch's `GradScaler`, 166 with Keras' `LossScaleOptimizer`).
+Why bounds: an unbounded scale halves at every overflow until its reciprocal is infinite, and the next
+good batch then writes NaN into every weight (after 144 overflows in a row with torch's `GradScaler`, 166
+with Keras' `LossScaleOptimizer`).
 
-The presets reproduce, flag for flag, torch's `torch.amp.GradScaler` and DeepSpeed's `FP16_Optimizer`, with hysteresis 1 or 2.
+The presets reproduce, flag for flag, torch's `torch.amp.GradScaler` and DeepSpeed's
+`FP16_Optimizer`, with hysteresis 1 or 2.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class LossScaleSettings:
         growth_interval: healthy steps in a row before the scale grows; default 2000.
         hysteresis: overflows that are tolerated before the scale backs off, less one: 1 (default) backs off at once,
             2 at the second overflow since the scale last grew.
-        growth_delay: healthy steps after an overflow that do not count towards `growth_interval`: 0 (default) as in torch,
-            1 as in DeepSpeed.
+        growth_delay: healthy steps after an overflow that do not count towards `growth_interval`: 0
+            (default) as in torch, 1 as in DeepSpeed.
 
     Raises:
         PolicyError: a value is out of range.

@@ -2,9 +2,9 @@
 
 A plan is made to be read, reviewed and committed like a lock file; `plan_file.py` reads and writes it as TOML.
 
-How a rule is found for a module path: a rule with exactly that path; else the one pattern that matches; else the rule of
-the nearest enclosing module; else the plan's default. Two patterns that match one path and say different things are an error.
-In a pattern `*` stands for any characters but the dot, `**` for any characters.
+How a rule is found for a module path: a rule with exactly that path; else the one pattern that matches; else the rule
+of the nearest enclosing module; else the plan's default. Two patterns that match one path and say different things are
+an error. In a pattern `*` stands for any characters but the dot, `**` for any characters.
 """
 
 from __future__ import annotations

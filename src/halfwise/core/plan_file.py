@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +12,7 @@ from typing import Any
 import tomlkit
 from tomlkit.items import InlineTable
 
+from halfwise.core.files import write_file
 from halfwise.core.loss_scale import LossScaleSettings
 from halfwise.core.plan import REASONS, Default, Plan, Rule
 from halfwise.errors import PlanError, PolicyError
@@ -48,19 +47,8 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Writes `plan` as TOML: into a file beside the target first, then renamed."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dumps(plan))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Writes `plan` as TOML, in one step: a reader sees the old file or the new one."""
+    write_file(Path(path), dumps(plan))
 
 
 def dumps(plan: Plan) -> str:

@@ -1,7 +1,8 @@
 """How "auto" decides: range first, then measured time, then the loss scale. Arithmetic on evidence; no framework.
 
-The order matters: rounding-error measures are blind to infinity, so a format that cannot hold a layer's values is out before
-anything else is asked. What remains must be measurably faster here, or the answer is float32, which is a good answer.
+The order matters: rounding-error measures are blind to infinity, so a format that cannot hold a layer's
+values is out before anything else is asked. What remains must be measurably faster here, or the answer is
+float32, which is a good answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from halfwise.core.formats import get_format
 from halfwise.core.histogram import ExponentHistogram
 from halfwise.core.loss_scale import CEILING, LossScaleSettings
 from halfwise.core.plan import Default, Plan, Reason, Rule
-from halfwise.core.profile import Profile
+from halfwise.core.profile import Profile, Role
 from halfwise.core.timing import TimingTable
 
 __all__ = [
@@ -37,6 +38,12 @@ LEAST_GAIN = 0.03
 """Share of the step's time that half precision must save, measured, to be worth its trouble."""
 
 _LOSS_SCALES = tuple(2.0**k for k in range(25))  # 1 to 2^24, the loss scale's bounds
+
+_FORWARD: tuple[tuple[Role, str], ...] = (("activation", "activation"), ("weight", "weight"))
+_BACKWARD: tuple[tuple[Role, str], ...] = (
+    ("activation_gradient", "activation gradient"),
+    ("weight_gradient", "weight gradient"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def range_gate(profile: Profile, path: str, format_name: str, loss_scale: float 
     """
     limit = get_format(format_name).largest
     largest = 0.0
-    for role, what in (("activation", "activation"), ("weight", "weight")):
+    for role, what in _FORWARD:
         histogram = profile.get(path, role)
         if histogram is None:
             continue
@@ -71,17 +78,17 @@ def range_gate(profile: Profile, path: str, format_name: str, loss_scale: float 
         if _nonfinite(histogram):
             return RangeVerdict(False, histogram.largest, 0.0, f"its {what}s hold inf or NaN in float32 already")
         if histogram.largest * HEADROOM > limit:
-            detail = f"largest {what} {histogram.largest:.3g}; {format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
+            detail = f"largest {what} up to {histogram.largest:.3g}; {format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
             return RangeVerdict(False, histogram.largest, 0.0, detail)
     underflow = 0.0
-    for role, what in (("activation_gradient", "activation gradient"), ("weight_gradient", "weight gradient")):
+    for role, what in _BACKWARD:
         histogram = profile.get(path, role)
         if histogram is None:
             continue
         if _nonfinite(histogram):
             return RangeVerdict(False, histogram.largest, 0.0, f"its {what}s hold inf or NaN in float32 already")
         if histogram.largest * loss_scale * HEADROOM > limit:
-            detail = f"largest {what} {histogram.largest:.3g} at loss scale {loss_scale:g}; {format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
+            detail = f"largest {what} up to {histogram.largest:.3g} at loss scale {loss_scale:g}; {format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
             return RangeVerdict(False, histogram.largest, 0.0, detail)
         share = histogram.underflow(format_name, loss_scale).upper
         underflow = max(underflow, share)
@@ -111,8 +118,9 @@ def loss_scale_for(profile: Profile, paths: Sequence[str], format_name: str, tim
 def plan_from(profile: Profile, timing: TimingTable, *, framework: str = "torch", model: str = "") -> Plan:
     """The plan for the layers of `timing`, from their ranges and times.
 
-    Of the formats that `timing` has, the one that saves most time over the layers that it can hold is taken; between equals
-    (within `LEAST_GAIN`) the one that needs no loss scale. Where less than `LEAST_GAIN` of the time is saved: float32.
+    Of the formats that `timing` has, the one that saves most time over the layers that it can hold is
+    taken; between equals (within `LEAST_GAIN`) the one that needs no loss scale. Where less than
+    `LEAST_GAIN` of the time is saved: float32.
 
     Args:
         profile: exponent histograms; a layer without any is kept in float32.
@@ -137,7 +145,7 @@ def plan_from(profile: Profile, timing: TimingTable, *, framework: str = "torch"
     gain, name, scale = best
     layers = tuple(_decide(profile, timing, path, name, scale) for path in paths)
     layers += tuple(_untimed(profile, timing, name, scale))
-    detail = f"layers in {name} take {1.0 - gain / everything:.2f} of the float32 time together"
+    detail = f"all layers together take {1.0 - gain / everything:.2g} times their float32 time"
     loss_scale = None
     if any(rule.compute == "float16" for rule in layers):
         loss_scale = LossScaleSettings(initial=min(scale, CEILING), hysteresis=2)
@@ -232,7 +240,7 @@ def _compared(timing: TimingTable, path: str, name: str) -> str:
     if seconds is None:
         return f"{name} was not measured"
     at_least = "at least " if timing.is_lower_bound(path, name) else ""
-    return f"{name} takes {at_least}{seconds / full:.2g} of the float32 time ({full * 1e3:.3g} ms)"
+    return f"{name} takes {at_least}{seconds / full:.2g} times the float32 time of {full * 1e3:.3g} ms"
 
 
 def _gain(timing: TimingTable, path: str, name: str) -> float:

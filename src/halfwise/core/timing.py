@@ -16,10 +16,10 @@ class TimingTable:
     """Seconds of one training step's forward and backward, per layer and format.
 
     Attributes:
-        seconds: module path -> format name -> seconds, casts included. Every layer has `"float32"`; a format that is absent
-            was not measured and is not chosen.
-        cut_short: `(path, format)` pairs whose probe was ended because it had already taken longer than float32: their seconds
-            are a lower bound.
+        seconds: module path -> format name -> seconds, casts included. Every layer has `"float32"`; a format that is
+            absent was not measured and is not chosen.
+        cut_short: `(path, format)` pairs whose probe was ended because it had already taken longer than float32:
+            their seconds are a lower bound.
 
     Raises:
         UsageError: a time is not positive, or a layer lacks `"float32"`; PolicyError: a format is unknown.

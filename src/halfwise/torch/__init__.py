@@ -8,8 +8,9 @@
 
     hw.watch(model, optimizer, scaler=scaler)  # or only look at a loop that exists
 
-Files: `mixed_precision.py` is the front door and `engine.py` the machinery behind it; `healing.py`, `localise.py` and `demote.py`
-are the guard's hands; `evidence.py`, `profile.py` and `measure.py` feed the planner; `apply.py` carries plans out.
+Files: `mixed_precision.py` is the front door and `engine.py` the machinery behind it; `healing.py`,
+`localise.py` and `demote.py` are the guard's hands; `evidence.py`, `profile.py` and `measure.py` feed the
+planner; `apply.py` carries plans out.
 """
 
 from __future__ import annotations

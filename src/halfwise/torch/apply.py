@@ -35,8 +35,9 @@ def disabled() -> bool:
 def apply(model: nn.Module, plan: Plan) -> AppliedPlan:
     """Makes `model` compute as `plan` says, inside `torch.autocast` or not; names in its `state_dict` stay as they are.
 
-    The default holds for the whole of the model's forward pass; outputs of a model in half precision come back in float32
-    where the caller is not inside an autocast region itself. A plan that is already applied to the model is replaced.
+    The default holds for the whole of the model's forward pass; outputs of a model in half precision come
+    back in float32 where the caller is not inside an autocast region itself. A plan that is already
+    applied to the model is replaced.
 
     Args:
         model: any module, also compiled or wrapped for data parallelism; paths are those of the plain module.
@@ -201,7 +202,8 @@ def _refuse_what_cannot_run(model: nn.Module, plan: Plan) -> None:
             f"the plan is for framework {plan.framework!r}; this is the PyTorch adapter. Make one with halfwise.torch"
         )
     plan.check_paths([path for path, _ in named_layers(model)], type(unwrap(model)).__name__)
-    for entry in (plan.default, *plan.layers):
+    entries: list[Default | Rule] = [plan.default, *plan.layers]
+    for entry in entries:
         name = "default" if isinstance(entry, Default) else entry.name
         if entry.compute not in COMPUTE_DTYPES:
             raise PlanError(

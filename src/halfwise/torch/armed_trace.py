@@ -19,7 +19,7 @@ from halfwise.torch.localise import precision_verdict, range_of
 from halfwise.torch.operations import CONTRACTIONS
 from halfwise.torch.outside import from_outside
 from halfwise.torch.records import Record
-from halfwise.torch.replay import largest_gradients, naming_inputs, nonfinite_gradients, uncompiled
+from halfwise.torch.replay import largest_gradients, name_inputs, nonfinite_gradients, uncompiled
 from halfwise.torch.slicing import Origins, origins, suspects
 from halfwise.torch.trace import Trace
 from halfwise.torch.vitals import floating_tensors
@@ -37,11 +37,12 @@ class ArmedTrace:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.trace = Trace(model)
+        self.trace.declare_gradients(model.parameters())
         self._results: list[int] = []
         self._stack = ExitStack()
         self._stack.enter_context(uncompiled())
-        self._stack.enter_context(naming_inputs(model, self.trace))
         self._stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         self._stack.enter_context(self.trace)
 
@@ -49,6 +50,10 @@ class ArmedTrace:
     def possible() -> bool:
         """False inside another dispatch mode: whoever entered it before us would leave ours in its place."""
         return not torch._C._len_torch_dispatch_stack()
+
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes what the model is called with."""
+        name_inputs(self.trace, self._model, args, kwargs)
 
     def saw(self, result: Any) -> None:
         """Notes a model's output or a loss, so that the walk can start there if it is bad."""

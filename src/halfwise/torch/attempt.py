@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from halfwise.core.diagnosis import Diagnosis
 from halfwise.torch.gradients import LARGEST_NORM
 from halfwise.torch.snapshot import RandomState
 
@@ -23,12 +24,14 @@ class Begun:
         losses: the losses that went backward, detached, not scaled.
         views: the gradients as dense tensors, once they are unscaled.
         norm: their norm, a float32 scalar; None until they are unscaled.
+        diagnosis: what a trace of the step found, where it was traced and something was wrong.
     """
 
     random_state: RandomState
     losses: list[Tensor] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
+    diagnosis: Diagnosis | None = None
 
     def clear(self) -> None:
         """Back to the beginning of the step."""

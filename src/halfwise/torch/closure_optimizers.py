@@ -1,7 +1,8 @@
 """Optimizers that call the closure themselves, several times a step, such as LBFGS.
 
-Loss, backward, unscaling and the check happen inside each of their evaluations. They write weights between evaluations, so that
-"all or nothing" needs copies of weights and optimizer state, which are put back where any evaluation is not sound.
+Loss, backward, unscaling and the check happen inside each of their evaluations. They write weights
+between evaluations, so that "all or nothing" needs copies of weights and optimizer state, which are put
+back where any evaluation is not sound.
 """
 
 from __future__ import annotations

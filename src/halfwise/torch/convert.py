@@ -47,9 +47,10 @@ class Loss:
 def to_precision(value: Convertible, format_name: str) -> Convertible:
     """A copy of a tensor, a module or a state dict with floating values rounded to `format_name`.
 
-    Integers, booleans and complex numbers stay as they are; so does what is in the format already. Ties between tensors are kept. A
-    value beyond the format becomes inf (NaN in `float8_e4m3fn`), never the largest finite number, and a warning names the tensors
-    in which that happens; `conversion_account` gives the numbers. `tensorfloat32` has no dtype: values are rounded, the dtype is float32.
+    Integers, booleans and complex numbers stay as they are; so does what is in the format already. Ties between tensors
+    are kept. A value beyond the format becomes inf (NaN in `float8_e4m3fn`), never the largest finite number, and a
+    warning names the tensors in which that happens; `conversion_account` gives the numbers. `tensorfloat32` has no
+    dtype: values are rounded, the dtype is float32.
 
     Args:
         value: a tensor of any shape, a module (a deep copy comes back), or a mapping of names to anything.
@@ -114,10 +115,10 @@ def _map(value: Any, function: Any) -> Any:
     if isinstance(value, nn.Module):
         module = copy.deepcopy(value)
         names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        return module._apply(lambda tensor: function(names.get(id(tensor), "?"), tensor))
+        return module._apply(lambda tensor: function(names.get(id(tensor), "?"), tensor))  # type: ignore[no-untyped-call]
     if isinstance(value, Mapping):
         items = {key: function(str(key), item) if isinstance(item, Tensor) else item for key, item in value.items()}
-        return type(value)(items) if type(value) is not dict else items
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]  # OrderedDict and its like
     raise UsageError(f"cannot convert {type(value).__name__}; give a tensor, a torch.nn.Module or a state dict")
 
 

@@ -22,10 +22,11 @@ from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
 from halfwise.torch import gradients
 from halfwise.torch.apply import AppliedPlan
+from halfwise.torch.armed_trace import ArmedTrace
 from halfwise.torch.attempt import Attempt, Begun
 from halfwise.torch.closure import Closure, split_loss
 from halfwise.torch.evidence import Evidence, Trial
-from halfwise.torch.healing import heal
+from halfwise.torch.healing import heal, heal_later_steps
 from halfwise.torch.localise import localise
 from halfwise.torch.loss_scale import LossScale
 from halfwise.torch.profile import profile_parameters
@@ -74,6 +75,8 @@ class Engine:
         self.begun: Begun | None = None
         self.scale = LossScale(LossScaleSettings())
         self.evidence: Evidence | None = None
+        self.armed = False  # the next step without a closure is to be traced
+        self._trace: ArmedTrace | None = None
         self._buffers = BufferCopies(model)
         self.devices = devices_of(model)
         trained = {id(p) for p in self.trained()}
@@ -117,14 +120,18 @@ class Engine:
 
     def close(self) -> None:
         """Restores the model."""
+        self.forget()
         self._applied.remove()
         self.evidence = None
 
     # One step
 
-    def begin(self) -> Begun:
-        """Starts a step, keeping what would have to be put back."""
+    def begin(self, *, may_trace: bool = False) -> Begun:
+        """Starts a step, keeping what would have to be put back; traces it where that was asked for and `may_trace`."""
         self._buffers.save()
+        if may_trace and self.armed and ArmedTrace.possible():
+            self._trace = ArmedTrace(self.model)
+        self.armed = False
         self.begun = Begun(RandomState(self.devices))
         return self.begun
 
@@ -157,12 +164,18 @@ class Engine:
         """Scales the loss and goes backward."""
         begun = self.begun or self.begin()
         begun.losses.append(loss.detach())
-        (self.scale.scaled(loss) if self.scaled else loss).backward()  # type: ignore[no-untyped-call]
+        if self._trace is not None:
+            self._trace.saw(loss)
+        (self.scale.scaled(loss) if self.scaled else loss).backward()
 
     def unscale(self) -> Begun:
         """Unscales and measures the gradients, once per step."""
         begun = self.begun or self.begin()
         if begun.norm is None:
+            if self._trace is not None:
+                parameters = list(self.trained())
+                begun.diagnosis = self._trace.finish(parameters, loss_scale=self.loss_scale, device=self.device_type)
+                self._trace = None
             begun.views = gradients.dense_views(self.trained())
             if self.scaled:
                 gradients.unscale(begun.views, self.scale.value)
@@ -192,8 +205,11 @@ class Engine:
     def finish(self, attempt: Attempt, closures: tuple[Closure, ...] | None, max_norm: float | None) -> StepResult:
         """Applies or skips the step, after healing where the guard can, and ends it."""
         incident, retries = None, 0
-        if self.judge(attempt) == "localise" and closures is not None:
-            attempt, incident, retries = heal(self, closures, attempt)
+        if self.judge(attempt) == "localise":
+            if closures is not None:
+                attempt, incident, retries = heal(self, closures, attempt)
+            else:
+                incident = heal_later_steps(self, self.begun.diagnosis if self.begun is not None else None)
         used_scale = self.loss_scale
         if attempt.sound:
             if max_norm is not None:
@@ -287,7 +303,14 @@ class Engine:
         """After an exception: as if the step had not begun."""
         if self.begun is not None:
             self.rewind()
-            self.begun = None
+            self.forget()
+
+    def forget(self) -> None:
+        """Ends a step that was begun without applying or counting it."""
+        self.begun, trace, self._trace = None, self._trace, None
+        if trace is not None:
+            trace.abandon()
+            self.armed = True
 
     def stopped(self) -> None:
         """After the guard gave up: the step was skipped, and whoever catches the error may go on with the next batch."""

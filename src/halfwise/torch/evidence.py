@@ -95,7 +95,7 @@ class Evidence:
         spread = pstdev(self._losses)
         what = plan.default.compute
         if not ratio < 1.0 - LEAST_GAIN:
-            detail = f"tried on a whole step: {what} takes {ratio:.2f} of the float32 time"
+            detail = f"tried on a whole step: {what} takes {ratio:.2g} times the float32 time"
             return float32_plan(self.profile, self.timing, model=name, because=("slower", detail))
         if not (math.isfinite(change) and change <= max(self._tolerance * spread, 1e-3 * abs(full_runs[-1][0]))):
             detail = (
@@ -122,7 +122,7 @@ class Trial:
             for closure in self._closures:
                 with region(self._device_type, plan.default.compute):
                     loss, _ = split_loss(closure())
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 losses.append(loss.detach().float().reshape(()))
             seconds = now(self._device_type) - start
         return float(torch.stack(losses).mean()), seconds

@@ -1,7 +1,7 @@
 """Gradients of one step: unscaled, measured, clipped, whatever their kind.
 
-The measure is the norm over all gradients. A step is sound where the squared norm is finite in float32: that catches inf and NaN,
-and also the finite gradient of 1e30 that would freeze Adam for good (its second moment overflows).
+The measure is the norm over all gradients. A step is sound where the squared norm is finite in float32: that catches
+inf and NaN, and also the finite gradient of 1e30 that would freeze Adam for good (its second moment overflows).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from halfwise.torch.demote import demoted, float32_everywhere
 if TYPE_CHECKING:
     from halfwise.torch.engine import Engine
 
-__all__ = ["Outcome", "heal"]
+__all__ = ["Outcome", "heal", "heal_later_steps"]
 
 _ROUNDS = 8  # layers in a row that may turn out to be the next culprit, before everything goes to float32
 
@@ -50,12 +50,38 @@ def heal(engine: Engine, closures: tuple[Closure, ...], attempt: Attempt) -> Out
                     return Outcome(attempt, incident, retries)  # healthy, or a lower loss scale may cure what is left
                 continue
             engine.guard_state, conclusion = unhealed(engine.guard_state)
-        if conclusion == "stop" and engine.guard != "report":
-            engine.record(Incident.of(diagnosis, step=engine.steps, kind="stopped", action="stopped"))
-            raise TrainingStopped(diagnosis)
-        if not diagnosis.healthy and diagnosis.verdict != "loss_scale_too_high":
-            incident = engine.record(Incident.of(diagnosis, step=engine.steps, kind="reported", action="skipped"))
-        return Outcome(attempt, incident, retries)
+        return Outcome(attempt, _left_out(engine, diagnosis, stop=conclusion == "stop") or incident, retries)
+
+
+def heal_later_steps(engine: Engine, diagnosis: Diagnosis | None) -> Incident | None:
+    """After a failed step without a closure, which cannot be tried again: changes precision for the steps to come.
+
+    Without a `diagnosis`, that is after the first failure, the next step is traced to get one.
+
+    Raises:
+        TrainingStopped: as `heal` does.
+    """
+    if diagnosis is None:
+        engine.armed = True
+        return None
+    engine.guard_state, conclusion = conclude(engine.guard_state, diagnosis)
+    if conclusion == "demote" and engine.guard != "report":
+        plan = _next_plan(engine, diagnosis, last_resort=False)
+        if plan is not None:
+            engine.use_plan(plan)
+            return engine.record(Incident.of(diagnosis, step=engine.steps, kind="healed", action="float32"))
+        engine.guard_state, conclusion = unhealed(engine.guard_state)
+    return _left_out(engine, diagnosis, stop=conclusion == "stop")
+
+
+def _left_out(engine: Engine, diagnosis: Diagnosis, *, stop: bool) -> Incident | None:
+    """Records that a batch is left out; ends the run where the guard says so. A harmless verdict is no incident."""
+    if stop and engine.guard != "report":
+        engine.record(Incident.of(diagnosis, step=engine.steps, kind="stopped", action="stopped"))
+        raise TrainingStopped(diagnosis)
+    if diagnosis.healthy or diagnosis.verdict == "loss_scale_too_high":
+        return None
+    return engine.record(Incident.of(diagnosis, step=engine.steps, kind="reported", action="skipped"))
 
 
 def _next_plan(engine: Engine, diagnosis: Diagnosis, *, last_resort: bool) -> Plan | None:

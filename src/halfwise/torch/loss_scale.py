@@ -1,7 +1,8 @@
 """The loss scale of a PyTorch training: the core's state machine, the tensor that multiplies the loss, GradScaler's keys.
 
-The state lives on the host. A step in float16 reads one flag from the device anyway (as `torch.amp.GradScaler` does), so a copy
-of the state machine in device operations would save nothing and would have to be kept equal to the specification.
+The state lives on the host. A step in float16 reads one flag from the device anyway (as
+`torch.amp.GradScaler` does), so a copy of the state machine in device operations would save nothing and would
+have to be kept equal to the specification.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave, or the state dict of a `torch.amp.GradScaler`.
 
-        A GradScaler's scale outside floor and ceiling is moved to the nearer of the two. `{}`, the state of a GradScaler that
-        was not enabled, changes nothing.
+        A GradScaler's scale outside floor and ceiling is moved to the nearer of the two. `{}`, the state of a
+        GradScaler that was not enabled, changes nothing.
 
         Raises:
             UsageError: keys are missing.

@@ -1,8 +1,8 @@
 """How long each layer takes in each format on this device: forward and backward on the inputs that it really gets.
 
-A layer is timed inside a forward pass that happens anyway, on detached copies of its inputs, so that nothing has to be kept.
-A format's probe is cut short once its forward pass alone has taken longer than forward and backward in float32: that the format
-is slower here is all that a planner needs to know.
+A layer is timed inside a forward pass that happens anyway, on detached copies of its inputs, so that nothing has to be
+kept. A format's probe is cut short once its forward pass alone has taken longer than forward and backward in float32:
+that the format is slower here is all that a planner needs to know.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of
 __all__ = ["LayerTimer", "half_formats", "now"]
 
 _LEAST_ROUNDS = 3
+_WARM_UPS = 5
+_HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
 _MOST_ROUNDS = 20
 _ENOUGH_SECONDS = (
     5e-3  # of float32 probes for one layer; what disturbs a measurement only ever lengthens it, so minima are taken
@@ -79,22 +81,24 @@ class LayerTimer:
             return _forward_and_backward(module, args, kwargs, self._device_type, name, limit)
 
         probe("float32")  # warm-up: allocations, and one-time choices of kernels
-        times = {"float32": [probe("float32")]}
+        times = {"float32": [probe("float32") for _ in range(_LEAST_ROUNDS)]}
         result: dict[str, float] = {}
         for name in self._formats:
             limit = min(times["float32"])
-            first = probe(name, limit)
-            if first > limit:
-                first = probe(name, limit)  # once more: the first one paid for the warm-up
-            if first > limit:
+            quickest = float("inf")
+            for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
+                quickest = min(quickest, probe(name, limit))
+                if quickest <= limit or quickest > _HOPELESS * limit:
+                    break
+            if quickest > limit:
                 self._cut_short.add((path, name))
-                result[name] = first
+                result[name] = quickest
             else:
                 times[name] = []
         for _ in range(_MOST_ROUNDS):
             for name, seconds in times.items():
                 seconds.append(probe(name))
-            if len(times["float32"]) > _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
+            if len(times["float32"]) >= 2 * _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
                 break
         return {**{name: min(seconds) for name, seconds in times.items()}, **result}
 

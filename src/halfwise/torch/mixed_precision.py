@@ -38,17 +38,17 @@ _wrappings: WeakKeyDictionary[nn.Module, ref[MixedPrecision]] = WeakKeyDictionar
 class MixedPrecision:
     """Trains `model` in mixed precision, under guard.
 
-    One step: zero gradients, run the closure in the precision region, scale, backward, unscale, check, clip, step or skip, update
-    the loss scale.
+    One step: zero gradients, run the closure in the precision region, scale, backward, unscale, check, clip,
+    step or skip, update the loss scale.
 
     Args:
-        model: the module to train, parameters in float32; compiled and data-parallel wrappers are seen through. Wrapping a model
-            that is already wrapped replaces the old wrapping.
+        model: the module to train, parameters in float32; compiled and data-parallel wrappers are seen through.
+            Wrapping a model that is already wrapped replaces the old wrapping.
         optimizer: one optimizer, or a sequence; all of them step, or none.
-        policy: `"auto"` (evidence from the first steps, which train in float32 meanwhile, then a plan), `"mixed_float16"`,
-            `"mixed_bfloat16"`, `"float32"`, a `Plan`, or the path of a plan file.
-        guard: True may change precision to heal a run, and says so; `"report"` diagnoses and never changes precision or stops;
-            False is plain mixed precision with a bounded loss scale.
+        policy: `"auto"` (evidence from the first steps, which train in float32 meanwhile, then a plan),
+            `"mixed_float16"`, `"mixed_bfloat16"`, `"float32"`, a `Plan`, or the path of a plan file.
+        guard: True may change precision to heal a run, and says so; `"report"` diagnoses and never changes precision or
+            stops; False is plain mixed precision with a bounded loss scale.
         tolerance: how much of the loss's own batch-to-batch spread rounding may cost under `"auto"`; default a tenth.
         objective: what `"auto"` optimises; `"time"`.
         log: called with each message; default the logger `"halfwise"`.
@@ -59,7 +59,8 @@ class MixedPrecision:
 
     Environment: `HALFWISE_DISABLE=1` turns everything into plain float32 training.
 
-    Source: the order of the parts is that of Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.
+    Source: the order of the parts is that of Micikevicius et al., "Mixed Precision Training",
+    arXiv 1710.03740, section 3.
 
     Example:
         >>> import torch, halfwise.torch as hw
@@ -147,13 +148,14 @@ class MixedPrecision:
         """One training step. Afterwards the gradients are readable and unscaled.
 
         Args:
-            closure: runs forward and returns the loss, or `(loss, anything)`. On trouble it is run again on the same batch, so the
-                batch must be drawn outside; in the first step it is run twice to make sure. A list accumulates: the loss is the
-                mean over its closures, and on a retry all of them are run again.
+            closure: runs forward and returns the loss, or `(loss, anything)`. On trouble it is run again on the same
+                batch, so the batch must be drawn outside; in the first step it is run twice to make sure. A list
+                accumulates: the loss is the mean over its closures, and on a retry all of them are run again.
             clip_grad_norm: largest 2-norm over all gradients (unscaled); None does not clip.
 
         Raises:
-            UsageError: the closure returns no loss, draws a new batch at each call, or reaches no parameter of the optimizer.
+            UsageError: the closure returns no loss, draws a new batch at each call, or reaches
+                no parameter of the optimizer.
             TrainingStopped: the guard gave up. Weights, optimizer and buffers are those of the last healthy step.
         """
         self._check_open()
@@ -188,7 +190,7 @@ class MixedPrecision:
         engine = self._engine
         training = torch.is_grad_enabled()
         if training and engine.begun is None:
-            engine.begin()
+            engine.begin(may_trace=True)
         with engine.observing() if training else nullcontext(), engine.region():
             yield
 
@@ -220,7 +222,8 @@ class MixedPrecision:
     def optimizer_step(self) -> StepResult:
         """Checks the gradients, steps or skips, updates the loss scale.
 
-        Without a closure the batch cannot be tried again: on trouble the step is skipped, and the following one is traced.
+        Without a closure the batch cannot be tried again: on trouble the step is skipped, and
+        the following one is traced.
 
         Raises:
             UsageError: no gradients, or no `backward()` before.
@@ -240,7 +243,7 @@ class MixedPrecision:
         """Sets the gradients to None and forgets a step that was begun."""
         self._check_open()
         self._engine.clear_gradients()
-        self._engine.begun = None
+        self._engine.forget()
 
     # Keeping and ending
 

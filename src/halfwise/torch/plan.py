@@ -29,8 +29,8 @@ def plan(
 
     Args:
         model: the module to plan for, parameters in float32.
-        closure: returns the loss, or a tuple that begins with it. Several closures are several batches; their losses' spread is
-            the noise that rounding is compared with.
+        closure: returns the loss, or a tuple that begins with it. Several closures are several batches; their losses'
+            spread is the noise that rounding is compared with.
         timing: seconds per layer and format; None measures them here.
         tolerance: how much of that spread a plan may change the loss by; default a tenth.
         objective: `"time"`.
@@ -48,6 +48,6 @@ def plan(
     for number in range(max(EVIDENCE_STEPS, len(closures))):
         with rehearsal(model), evidence.observing(), region(device_type_of(model), "float32"):
             loss, _ = split_loss(closures[number % len(closures)]())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             evidence.add_step(float(loss.detach()))
     return evidence.plan(Trial(model, closures[-1:]))

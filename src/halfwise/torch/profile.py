@@ -1,9 +1,9 @@
 """Profiles: exponent histograms of what each layer reads and writes, forward and backward.
 
-A layer is a module that has parameters of its own or no children; a module that uses its children's weights without calling
-them (`MultiheadAttention`) is one layer as a whole. Under `activation` stand the floating tensors that the layer gets as
-positional arguments and those that it returns, for both must fit the format that it computes in. Masks, which legitimately hold
--inf, usually come as keyword arguments and are left out.
+A layer is a module that has parameters of its own or no children; a module that uses its children's weights without
+calling them (`MultiheadAttention`) is one layer as a whole. Under `activation` stand the floating tensors that the
+layer gets as positional arguments and those that it returns, for both must fit the format that it computes in. Masks,
+which legitimately hold -inf, usually come as keyword arguments and are left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def profile(model: nn.Module, closure: Closure) -> Profile:
     with rehearsal(model):
         with recorder.recording(), eager():
             loss, _ = split_loss(only())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         recorder.record_parameters()
     return recorder.profile
 
@@ -126,7 +126,7 @@ class Recorder:
         for tensor in (*tensors_in(args), *tensors_in(output)):
             self._add(path, "activation", tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._add, path, "activation_gradient"))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._add, path, "activation_gradient"))
 
     def _add(self, path: str, role: Role, tensor: Tensor) -> None:
         histogram = exponent_histogram(tensor)

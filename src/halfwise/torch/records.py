@@ -41,7 +41,8 @@ class Record:
         numel: number of elements of the result.
         inputs: the producers of the floating-point inputs.
         scalars: the Python floats among the arguments.
-        kind: `"parameter"`, `"buffer"`, `"input"` (of the model) or `"tensor"` (any other from outside); else `""`.
+        kind: of what comes from outside `"parameter"`, `"buffer"`, `"gradient"`, `"input"` (of the model) or `"tensor"`
+            (any other); else `""`.
         name: of a tensor from outside, where it has one.
         previous: of a write to a part of a tensor, the record that wrote to it before; else -1.
         extent: number of the range in the trace.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32
 def region(device_type: str, compute: str, *, cache: bool = True) -> AbstractContextManager[object]:
     """A context in which operations run in `compute` by torch's autocast lists, or plainly in float32.
 
-    Autocast keeps the casts of weights until its outermost context ends, and looks them up by weight alone. Where one weight may be
-    met in two half-precision formats within that time, `cache` must be False, or it is used in the wrong one.
+    Autocast keeps the casts of weights until its outermost context ends, and looks them up by weight
+    alone. Where one weight may be met in two half-precision formats within that time, `cache` must be
+    False, or it is used in the wrong one.
 
     Raises:
         PolicyError: the format cannot be computed in.
@@ -33,8 +35,4 @@ def region(device_type: str, compute: str, *, cache: bool = True) -> AbstractCon
 
 def device_type_of(model: nn.Module) -> str:
     """The kind of device that holds the model: that of its first parameter or buffer, `"cpu"` where it has none."""
-    for tensor in model.parameters():
-        return tensor.device.type
-    for tensor in model.buffers():
-        return tensor.device.type
-    return "cpu"
+    return next((tensor.device.type for tensor in chain(model.parameters(), model.buffers())), "cpu")

@@ -21,7 +21,7 @@ from halfwise.torch.region import region as region_of
 from halfwise.torch.snapshot import rehearsal
 from halfwise.torch.trace import Trace
 
-__all__ = ["Replay", "largest_gradients", "naming_inputs", "nonfinite_gradients", "replay", "uncompiled"]
+__all__ = ["Replay", "largest_gradients", "name_inputs", "nonfinite_gradients", "replay", "uncompiled"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def replay(model: nn.Module, closures: Sequence[Closure], region: Region, scale:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(region_of(device_type_of(model), "float32"))  # the caller may stand in a region of its own
         if trace is not None:
-            stack.enter_context(naming_inputs(model, trace))
+            stack.enter_context(_naming_inputs(model, trace))
         leaves: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         seeds: list[int] = []
         for closure in closures:
@@ -173,22 +173,25 @@ def uncompiled() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
-@contextmanager
-def naming_inputs(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """Within the block the trace learns the names of what the model is called with."""
+def name_inputs(trace: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells the trace the names of what `model` is about to be called with: those of its `forward`, else positions."""
     root = unwrap(model)
+    try:
+        given = inspect.signature(type(root).forward).bind(root, *args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    for name, value in given.items():
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                trace.declare_input(name, tensor)
 
-    def declare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            given = inspect.signature(type(root).forward).bind(root, *args, **kwargs).arguments
-        except (TypeError, ValueError):
-            given = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-        for name, value in given.items():
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    trace.declare_input(name, tensor)
 
-    handle = root.register_forward_pre_hook(declare, with_kwargs=True)
+@contextmanager
+def _naming_inputs(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """Within the block the trace learns the names of what the model is called with."""
+    handle = unwrap(model).register_forward_pre_hook(
+        lambda _, args, kwargs: name_inputs(trace, model, args, kwargs), with_kwargs=True
+    )
     try:
         yield
     finally:

@@ -18,9 +18,10 @@ class StepResult:
 
     Attributes:
         loss: the loss (of several closures: their mean), detached, not scaled, no dimensions.
-        output: what the closure returned besides the loss; a list of these for several closures; None where there was none.
-        applied: the optimizer moved the weights. False means that the step was skipped: weights, optimizer state and buffers
-            are as before it, and a learning-rate scheduler should not step.
+        output: what the closure returned besides the loss; a list of these for several
+            closures; None where there was none.
+        applied: the optimizer moved the weights. False means that the step was skipped: weights, optimizer state and
+            buffers are as before it, and a learning-rate scheduler should not step.
         loss_scale: the scale that this step's loss was multiplied by; 1.0 where none is used.
         grad_norm: the 2-norm over all gradients, unscaled and before clipping; not finite where the step was skipped.
         incident: what the guard did or found, None on nearly all steps.

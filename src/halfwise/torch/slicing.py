@@ -53,7 +53,7 @@ def origins(trace: Trace, starts: Iterable[int], *, limit: float = math.inf) -> 
         record = records[pending.pop()]
         bad = [given.record for given in record.inputs if _is_bad(trace, records[given.record], given.extent, limit)]
         if record.kind:
-            outside.add(record.index)
+            outside.update({record.index} if record.kind != "gradient" else ())
         elif not bad:
             guilty = [] if record.intended else _infinite_data(record, records)
             outside.update(guilty)

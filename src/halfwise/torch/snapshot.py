@@ -1,7 +1,7 @@
 """What a step changes besides weights: random-number generators, buffers and gradients; kept so that it can be put back.
 
-Whether a buffer changed cannot be told from its `_version`: a batch norm in training writes its running statistics without
-bumping it. So all buffers are copied, the non-persistent ones too, into memory that is allocated once.
+Whether a buffer changed cannot be told from its `_version`: a batch norm in training writes its running statistics
+without bumping it. So all buffers are copied, the non-persistent ones too, into memory that is allocated once.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
         >>> with Trace(model) as trace:
-        ...     loss = model(torch.ones(1, 2)).sum()
+        ...     loss = model(torch.zeros(1, 2)).sum()
         >>> [(r.operation, r.place.module) for r in trace.settle() if not r.kind]
-        [('aten.addmm', '0'), ('aten.tanh', '1'), ('aten.sum', '')]
+        [('aten.zeros', ''), ('aten.addmm', '0'), ('aten.tanh', '1'), ('aten.sum', '')]
     """
 
     supports_higher_order_operators = True
@@ -68,6 +68,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key and key not in self._producers:
             self._declared.setdefault(key, ("input", name))
             self._named.append((name, tensor))
+
+    def declare_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Says that what stands in `.grad` now was summed up before the trace began, good or bad."""
+        for parameter in parameters:
+            if parameter.grad is not None and (key := _storage_key(parameter.grad)):
+                self._declared.setdefault(key, ("gradient", ""))
 
     def input_named(self, name: str) -> Tensor | None:
         """The model's input that was declared under `name`."""

@@ -120,6 +120,7 @@ class Watch:
         self._applied_in_a_row = 0
         self._stepped = False
         self._found_inf: Tensor | None = None
+        self._fresh: list[Tensor] = []
         self._unread: list[Tensor] = []
         self._tries = 0
         self._rest_until = 0
@@ -173,16 +174,19 @@ class Watch:
 
     # What the wiring calls
 
-    def before_forward(self) -> None:
-        """The model is about to run in training."""
+    def before_forward(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        """The model is about to run with gradients enabled, on these arguments."""
         if self._tries > 0 and self._armed is None and ArmedTrace.possible():
             self._armed = ArmedTrace(self._model)
+        if self._armed is not None:
+            self._armed.entered(args, kwargs or {})
 
-    def after_forward(self, output: Any) -> None:
-        """The model ran in training and gave `output`."""
+    def after_forward(self, output: Any, *, training: bool) -> None:
+        """The model ran with gradients enabled and gave `output`. Out of training mode it may be an evaluation."""
         if self._armed is not None:
             self._armed.saw(output)
-        self._look_at(highest(output))
+        if training:
+            self._look_at(highest(output))
 
     def after_scaling(self, loss: Any) -> None:
         """The scaler was given `loss`, before scaling."""
@@ -203,6 +207,7 @@ class Watch:
         skipped = not self._stepped if self._found_inf is None else bool(self._found_inf.item())
         self._found_inf = None
         self._count(skipped)
+        self._end_step()
 
     def after_scaler_update(self) -> None:
         """The scaler moved its scale, or did not. It is read only where it must have moved: reading waits for the
@@ -225,7 +230,7 @@ class Watch:
             self._count(skipped=False)
             norm = squared_norm(self._parameters)
             if isinstance(norm, Tensor):
-                self._unread.append(norm)
+                self._fresh.append(norm)
             elif is_unsound(norm):
                 self._note_bad_gradients()
                 self._arm()
@@ -241,25 +246,26 @@ class Watch:
         if self._sampling:
             self._sampling = False
             self.dead_updates = self._dead.after() or self.dead_updates
+        if self._scaler is None:
+            self._end_step()
 
     # Decisions
 
     def _look_at(self, values: list[Tensor]) -> None:
         for value in values:
             if value.device.type != "cpu":
-                self._unread.append(value)
+                self._fresh.append(value)
             elif is_unsound(value):
                 self._arm()
 
     def _resolve(self) -> None:
-        """Reads what the last step left on an accelerator."""
+        """Reads what the step before left on an accelerator; what this step leaves is read after the next."""
         if self._found_inf is not None:
             skipped, self._found_inf = bool(self._found_inf.item()), None
             self._count(skipped)
-        if self._unread:
-            unread, self._unread = self._unread, []
-            if any(is_unsound(value) for value in unread):
-                self._arm()
+        unread, self._unread, self._fresh = self._unread, self._fresh, []
+        if any(is_unsound(value) for value in unread):
+            self._arm()
 
     def _count(self, skipped: bool) -> None:
         """Counts a step, and by the guard's own rule decides whether skips are still normal."""
@@ -284,7 +290,10 @@ class Watch:
         if self.steps < self._rest_until or self._tries or self._armed is not None:
             return
         self._tries = _TRIES
-        if not self._wiring.sees_forward:
+
+    def _end_step(self) -> None:
+        """Between two steps: where the forward pass cannot be seen, recording begins here."""
+        if self._tries > 0 and not self._wiring.sees_forward:
             self.before_forward()
 
     def _conclude(self) -> None:

@@ -16,8 +16,8 @@ __all__ = ["Observer", "Wiring"]
 class Observer(Protocol):
     """What is told of the events of a loop."""
 
-    def before_forward(self) -> None: ...
-    def after_forward(self, output: Any) -> None: ...
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def after_forward(self, output: Any, *, training: bool) -> None: ...
     def after_scaling(self, loss: Any) -> None: ...
     def before_scaler_step(self) -> None: ...
     def after_scaler_step(self) -> None: ...
@@ -46,9 +46,19 @@ class Wiring:
             return self._hooks[-1]
 
         if self.sees_forward:
-            before = hook(lambda module, _args: observer.before_forward() if _training(module) else None)
-            after = hook(lambda module, _args, output: observer.after_forward(output) if _training(module) else None)
-            self._handles += [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+
+            def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if torch.is_grad_enabled():
+                    observer.before_forward(args, kwargs)
+
+            def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+                if torch.is_grad_enabled():
+                    observer.after_forward(output, training=module.training)
+
+            self._handles += [
+                model.register_forward_pre_hook(hook(before), with_kwargs=True),
+                model.register_forward_hook(hook(after)),
+            ]
         begin = hook(lambda *_: observer.before_optimizer_step())
         end = hook(lambda *_: observer.after_optimizer_step())
         self._handles += [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
@@ -95,10 +105,6 @@ class Wiring:
             wrapper = _Wrapper(getattr(scaler, name), around)
             self._wrapped[name] = (wrapper, scaler.__dict__.get(name))
             scaler.__dict__[name] = wrapper
-
-
-def _training(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()
 
 
 class _Hook:

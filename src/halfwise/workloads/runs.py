@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import halfwise.torch as hw
 from halfwise.core.policy import POLICIES, parse_policy
@@ -18,6 +22,8 @@ from halfwise.workloads.settings import ImageSettings, describe_environment, env
 from halfwise.workloads.training import ImageTraining, View
 
 __all__ = ["finish", "new_run", "resumed_run"]
+
+_TINY = 256  # values per image
 
 
 def new_run(settings: ImageSettings, directory: Path | None, view: View) -> tuple[ImageTraining, RunRecord]:
@@ -36,7 +42,9 @@ def new_run(settings: ImageSettings, directory: Path | None, view: View) -> tupl
         plan = hw.Plan.load(settings.policy)
     else:
         settings = replace(settings, policy=parse_policy(settings.policy))
-    training = ImageTraining(settings, _load(settings), plan=plan, view=view)
+    data = _load(settings)
+    _use_one_thread_for_tiny_images(data)
+    training = ImageTraining(settings, data, plan=plan, view=view)
     target = directory or _free_directory("plan" if plan is not None else settings.policy)
     text = None if plan is None else Path(settings.policy).read_text(encoding="utf-8")
     return training, RunRecord.create(target, _environment(training), plan=text)
@@ -63,7 +71,9 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
     settings = replace(settings, epochs=given.get("epochs", settings.epochs))
     # The record has its own copy of the plan: the file may be gone or changed by now.
     plan = None if settings.policy in POLICIES else hw.Plan.load(record.plan_path)
-    training = ImageTraining(settings, _load(settings), plan=plan, view=view)
+    data = _load(settings)
+    _use_one_thread_for_tiny_images(data)
+    training = ImageTraining(settings, data, plan=plan, view=view)
     now = _environment(training)
     if before.get("data") != now["data"]:
         raise UsageError(
@@ -124,6 +134,13 @@ def _same_policy(given: str, kept: str) -> bool:
 def _load(settings: ImageSettings) -> ImageData:
     data = load_images(settings.data)
     return data if settings.limit is None else data.first(settings.limit)
+
+
+def _use_one_thread_for_tiny_images(data: ImageData) -> None:
+    # A step on 8 x 8 pixels takes about a millisecond. Threads only wait for each other then, tens of times as long
+    # where others want the cores; such times are worth nothing to "auto". Whoever sets OMP_NUM_THREADS is obeyed.
+    if math.prod(data.shape) <= _TINY and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def _environment(training: ImageTraining) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""The same accidents in a loop that uses the parts: the batch cannot be tried again, but the next step is traced and the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfwise.torch as hw
+from halfwise.errors import TrainingStopped
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.hot, self.norm, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 2)
+        nn.init.constant_(self.hot.weight, 40.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.hot(60 + self.before(x)))
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+X, Y = torch.randn(4, 64), torch.tensor([0, 1, 0, 1])
+
+
+def step(mp: hw.MixedPrecision, model: nn.Module, factor: float = 1.0) -> hw.StepResult:
+    mp.zero_grad()
+    with mp.autocast():
+        loss = nn.functional.cross_entropy(model(X), Y) * factor
+    mp.backward(loss)
+    mp.clip_grad_norm_(1.0)
+    return mp.optimizer_step()
+
+
+def test_skipped_then_traced_then_healed() -> None:
+    model = Net()
+    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters(), 1e-3), "mixed_float16", log=lambda _: None) as mp:
+        results = [step(mp, model) for _ in range(24)]
+        assert not results[0].applied
+        assert results[0].incident is None
+        incident = results[1].incident
+        assert incident is not None
+        assert (incident.kind, incident.module, incident.verdict) == ("healed", "hot", "overflow_at_every_scale")
+        assert mp.plan is not None
+        assert [rule.path for rule in mp.plan.layers] == ["hot"]
+        assert results[-1].applied
+        assert len(mp.incidents) == 1
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_reported_and_nothing_changed() -> None:
+    model = Net()
+    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters()), "mixed_float16", guard="report", log=lambda _: None) as mp:
+        results = [step(mp, model) for _ in range(4)]
+        assert [r.incident.kind for r in results if r.incident is not None] == ["reported"] * 2
+        assert mp.plan is not None
+        assert mp.plan.layers == ()
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_what_no_precision_can_heal_stops_the_run(policy: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 2))
+    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters(), 0.1), policy, log=lambda _: None) as mp:
+        for _ in range(3):
+            step(mp, model)
+        before = model[0].weight.detach().clone()
+        with pytest.raises(TrainingStopped):
+            for _ in range(10):
+                step(mp, model, float("nan"))
+        assert mp.incidents[-1].kind == "stopped"
+        assert torch.equal(before, model[0].weight)
+        assert step(mp, model).applied
+
+
+def test_an_interrupted_trace_leaves_no_mode_behind() -> None:
+    model = Net()
+    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters()), "mixed_float16", log=lambda _: None) as mp:
+        step(mp, model)
+        with mp.autocast():
+            model(X)
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        mp.zero_grad()
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        with mp.autocast():
+            model(X)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
