@@ -1,12 +1,13 @@
 # Two commands do everything: `make train` and `make test`. Each makes .venv and installs what it needs.
 PYTHON ?= python3
+POLICY ?= auto
 VENV := .venv
 RUN := $(VENV)/bin
 
 .PHONY: train test lint bench clean
 
 train: $(VENV)/.runtime
-	$(RUN)/halfwise train image
+	$(RUN)/halfwise train image --policy $(POLICY)
 
 test: $(VENV)/.dev
 	$(RUN)/python -m pytest -m "not debian and not slow"

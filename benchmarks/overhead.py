@@ -14,10 +14,10 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from _harness import emit, interleave, medians, ratios, table
 from torch import Tensor, nn
 
 import halfwise.torch as hw
+from _harness import emit, interleave, medians, ratios, table
 
 DTYPES = {"float32": torch.float32, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 

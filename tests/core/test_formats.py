@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfwise.core.formats import FORMATS, get_format, round_to
@@ -129,6 +129,7 @@ def test_beyond_the_largest_value(name: str, tie: float, after_tie: float) -> No
     assert not np.isfinite(round_to(1e300, name))
 
 
+@settings(deadline=None)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_tensorfloat32_rounds_as_exact_arithmetic_does(value: float) -> None:
     known = FORMATS["tensorfloat32"]

@@ -52,7 +52,10 @@ def test_reproduces_known_traces(settings: LossScaleSettings, expected: str) -> 
 
 
 def deepspeed_reference(flags: list[int], scale: float, window: int, hysteresis: int) -> list[int]:
-    """DeepSpeed's rule written down independently: grow when (steps since the last overflow - 1) is a multiple of the window."""
+    """DeepSpeed's rule written down independently.
+
+    It grows when (steps since the last overflow - 1) is a multiple of the window.
+    """
     last, left, scales = -1, hysteresis, []
     for iteration, flag in enumerate(flags):
         if flag:

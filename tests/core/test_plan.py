@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from halfwise.core.loss_scale import LossScaleSettings
@@ -63,15 +65,15 @@ def test_names_of_modules_that_do_not_exist_are_given() -> None:
         lambda: Rule(compute="float32"),
         lambda: Rule(path="a", pattern="a", compute="float32"),
         lambda: Rule(path="a", compute="float64"),
-        lambda: Rule(path="a", compute="float32", reason="because"),
+        lambda: Rule(path="a", compute="float32", reason="because"),  # type: ignore[arg-type]
         lambda: Rule(path="a", compute="float32", parameters="half"),
         lambda: Default(compute="half"),
         lambda: plan(Rule(path="a", compute="float32"), Rule(path="a", compute="float16")),
     ],
 )
-def test_wrong_entries_are_refused(make: object) -> None:
+def test_wrong_entries_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(PlanError):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_manual_plan_gets_a_loss_scale_only_for_float16() -> None:

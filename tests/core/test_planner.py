@@ -164,7 +164,7 @@ def test_supplied_reason_replaces_the_sentence() -> None:
 
 def test_layers_are_listed_in_natural_order() -> None:
     paths = [f"layers.{number}" for number in (10, 9, 1)]
-    plan = plan_from(profile(**{p: SOUND for p in paths}), TimingTable.uniform(paths, relative=TWICE))
+    plan = plan_from(profile(**dict.fromkeys(paths, SOUND)), TimingTable.uniform(paths, relative=TWICE))
     assert [rule.path for rule in plan.layers] == ["layers.1", "layers.9", "layers.10"]
 
 

@@ -7,6 +7,9 @@ inf, then NaN, into every weight.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,12 +35,15 @@ class Surge(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None
 
 
+surge: Callable[[Tensor, float], Tensor] = Surge.apply
+
+
 def loss_of(model: nn.Module, kind: float) -> Tensor:
-    return Surge.apply(model(X).float(), kind).square().mean()  # type: ignore[no-any-return]
+    return surge(model(X).float(), kind).square().mean()
 
 
 def small() -> nn.Sequential:
@@ -67,10 +73,8 @@ def guarded_loop(kinds: list[float], guard: Any, policy: str = "mixed_float16") 
     model = small()
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters()), policy, guard=guard, log=lambda _: None) as mp:
         for kind in kinds:
-            try:
-                mp.step(lambda kind=kind: loss_of(model, kind))  # type: ignore[misc]
-            except TrainingStopped:
-                pass
+            with suppress(TrainingStopped):
+                mp.step(partial(loss_of, model, kind))
             assert finite(model)
     return model
 
@@ -170,7 +174,7 @@ TestAnyTrace = AnyTrace.TestCase
 def test_many_traces() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         AnyTrace,
         settings=settings(
             max_examples=300, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)

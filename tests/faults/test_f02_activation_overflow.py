@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,21 +20,22 @@ TRAINING = 1400
 
 
 class SixLayers(nn.Module):
-    """Its third layer has weights of 40 and inputs of 60: sums of 150,000, which the norm behind it brings back to 1."""
+    """Its third layer has weights of 40 and inputs of 60: sums of 150,000. The norm behind it brings them back to 1."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([*(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 10)])
+        layers = [*(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 10)]
+        self.layers = nn.ModuleList(layers)
         self.norms = nn.ModuleList([nn.LayerNorm(64) for _ in range(5)])
         with torch.no_grad():
-            self.layers[2].weight.fill_(40.0).add_(torch.randn(64, 64))
+            layers[2].weight.fill_(40.0).add_(torch.randn(64, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         for number in range(5):
             if number == 2:
                 x = 60 * torch.sigmoid(x + 3)
             x = torch.relu(self.norms[number](self.layers[number](x)))
-        return self.layers[5](x)  # type: ignore[no-any-return]
+        return self.layers[5](x)
 
 
 FORWARD_LINE = inspect.getsourcelines(SixLayers.forward)[1] + 4
@@ -42,6 +44,10 @@ FORWARD_LINE = inspect.getsourcelines(SixLayers.forward)[1] + 4
 def batches(epochs: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [part for _ in range(epochs) for part in torch.randperm(TRAINING, generator=generator).split(64)]
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows])
 
 
 def accuracy(model: nn.Module, mp: hw.MixedPrecision) -> float:
@@ -54,7 +60,7 @@ def train(policy: str, seed: int, epochs: int = 6) -> tuple[float, hw.MixedPreci
     model = SixLayers()
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters(), 1e-3), policy, log=lambda _: None) as mp:
         for rows in batches(epochs):
-            mp.step(lambda rows=rows: nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows]))  # type: ignore[misc]
+            mp.step(partial(loss_of, model, rows))
         return accuracy(model, mp), mp
 
 
@@ -66,7 +72,7 @@ def test_every_step_skips_in_plain_amp() -> None:
     for rows in batches(1):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
-            loss = nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows])
+            loss = loss_of(model, rows)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -77,10 +83,7 @@ def test_exactly_the_planted_layer_is_named_and_demoted_and_the_batch_is_not_los
     model = SixLayers()
     said: list[str] = []
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters(), 1e-3), "mixed_float16", log=said.append) as mp:
-        results = [
-            mp.step(lambda rows=rows: nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows]))  # type: ignore[misc]
-            for rows in batches(1)
-        ]
+        results = [mp.step(partial(loss_of, model, rows)) for rows in batches(1)]
     (incident,) = mp.incidents
     assert (incident.kind, incident.verdict, incident.module) == ("healed", "overflow_at_every_scale", "layers.2")
     assert (incident.operation, incident.direction, incident.dtype) == ("aten.addmm", "forward", "float16")
@@ -109,7 +112,7 @@ def test_reported_and_not_changed() -> None:
         model, torch.optim.Adam(model.parameters()), "mixed_float16", guard="report", log=lambda _: None
     ) as mp:
         rows = batches(1)[0]
-        result = mp.step(lambda: nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows]))
+        result = mp.step(partial(loss_of, model, rows))
         assert mp.plan is not None
         assert mp.plan.layers == ()
     assert result.incident is not None
@@ -125,7 +128,7 @@ def test_auto_keeps_the_layer_in_float32_before_anything_fails() -> None:
     timing = hw.TimingTable.uniform(paths, relative={"float16": 0.5})
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters(), 1e-3), "auto", timing=timing) as mp:
         for rows in batches(1):
-            mp.step(lambda rows=rows: nn.functional.cross_entropy(model(IMAGES[rows]), LABELS[rows]))  # type: ignore[misc]
+            mp.step(partial(loss_of, model, rows))
         assert mp.plan is not None
         in_float32 = {path for path in paths if mp.plan.compute(path) == "float32"}
     assert in_float32 == {"layers.2", "norms.2"}  # the norm reads what the layer writes
@@ -144,7 +147,7 @@ class Chain(nn.Module):
             self.b.weight.mul_(1e-5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))  # type: ignore[no-any-return]
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
 
 
 def test_layers_that_read_the_large_values_follow_one_by_one() -> None:

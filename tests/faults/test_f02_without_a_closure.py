@@ -1,4 +1,7 @@
-"""The same accidents in a loop that uses the parts: the batch cannot be tried again, but the next step is traced and the run goes on."""
+"""The same accidents in a loop that uses the parts.
+
+The batch cannot be tried again, but the next step is traced and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from halfwise.errors import TrainingStopped
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.hot, self.norm, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 2)
+        self.before = nn.Linear(64, 64)
+        self.hot = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 2)
         nn.init.constant_(self.hot.weight, 40.0)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.norm(self.hot(60 + self.before(x)))
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)
 
 
 X, Y = torch.randn(4, 64), torch.tensor([0, 1, 0, 1])
@@ -51,7 +57,9 @@ def test_skipped_then_traced_then_healed() -> None:
 
 def test_reported_and_nothing_changed() -> None:
     model = Net()
-    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters()), "mixed_float16", guard="report", log=lambda _: None) as mp:
+    with hw.MixedPrecision(
+        model, torch.optim.SGD(model.parameters()), "mixed_float16", guard="report", log=lambda _: None
+    ) as mp:
         results = [step(mp, model) for _ in range(4)]
         assert [r.incident.kind for r in results if r.incident is not None] == ["reported"] * 2
         assert mp.plan is not None
@@ -60,16 +68,21 @@ def test_reported_and_nothing_changed() -> None:
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_what_no_precision_can_heal_stops_the_run(policy: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 2))
+    linear = nn.Linear(64, 2)
+    model = nn.Sequential(linear)
     with hw.MixedPrecision(model, torch.optim.SGD(model.parameters(), 0.1), policy, log=lambda _: None) as mp:
         for _ in range(3):
             step(mp, model)
-        before = model[0].weight.detach().clone()
-        with pytest.raises(TrainingStopped):
+        before = linear.weight.detach().clone()
+
+        def bad_steps() -> None:
             for _ in range(10):
                 step(mp, model, float("nan"))
+
+        with pytest.raises(TrainingStopped):
+            bad_steps()
         assert mp.incidents[-1].kind == "stopped"
-        assert torch.equal(before, model[0].weight)
+        assert torch.equal(before, linear.weight)
         assert step(mp, model).applied
 
 

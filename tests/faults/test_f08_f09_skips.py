@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ def test_the_scheduler_stays_in_step_with_the_weights() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def loss(factor: float) -> Tensor:
+        return model(torch.tensor([[0.01, 0.02]])).sum() * factor
+
     with hw.MixedPrecision(model, optimizer, "mixed_float16") as mp:
         for factor in [1e4] * 5 + [1.0] * 2:  # 1e4 times 65536 overflows float16; it takes 5 halvings to fit
-            result = mp.step(lambda factor=factor: model(torch.tensor([[0.01, 0.02]])).sum() * factor)  # type: ignore[misc]
+            result = mp.step(partial(loss, factor))
             if result.applied:
                 scheduler.step()
         applied = mp.steps - mp.skipped_steps
@@ -47,7 +52,8 @@ def test_a_bad_batch_leaves_no_trace_in_the_statistics(policy: str, guard: bool,
 
 
 def test_torchs_own_scaler_poisons_them() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    linear, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    model = nn.Sequential(linear, norm, nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu")
     x = torch.randn(8, 4)
@@ -57,5 +63,6 @@ def test_torchs_own_scaler_poisons_them() -> None:
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert torch.isfinite(model[0].weight).all()
-    assert not torch.isfinite(model[1].running_var).all()
+    assert torch.isfinite(linear.weight).all()
+    assert norm.running_var is not None
+    assert not torch.isfinite(norm.running_var).all()

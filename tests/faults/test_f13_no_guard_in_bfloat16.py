@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ def test_a_plain_loop_is_lost(dtype: torch.dtype) -> None:
 def test_ours_leaves_the_batch_out_and_says_why(policy: str, guard: bool) -> None:
     model = nn.Linear(2, 1)
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters()), policy, guard=guard, log=lambda _: None) as mp:
-        results = [mp.step(lambda bad=bad: loss_of(model, bad)) for bad in (False, True, False)]  # type: ignore[misc]
+        results = [mp.step(partial(loss_of, model, bad)) for bad in (False, True, False)]
     assert [r.applied for r in results] == [True, False, True]
     assert torch.isfinite(model.weight).all()
     if guard and policy != "mixed_float16":  # there the first skips are the loss scale's affair
@@ -59,9 +61,10 @@ def test_the_fourth_in_a_row_stops_the_run_with_module_operation_and_line(policy
     model = Model()
     before = model.inner.weight.detach().clone()
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters()), policy, log=lambda _: None) as mp:
+        for _ in range(3):
+            mp.step(lambda: model(X).sum())
         with pytest.raises(TrainingStopped, match="not a precision problem") as caught:
-            for _ in range(4):
-                mp.step(lambda: model(X).sum())
+            mp.step(lambda: model(X).sum())
         assert mp.steps == 4
         assert [i.kind for i in mp.incidents] == ["reported"] * 3 + ["stopped"]
         diagnosis = caught.value.diagnosis

@@ -6,8 +6,9 @@ import doctest
 import importlib
 import pkgutil
 
-import halfwise
 import pytest
+
+import halfwise
 
 MODULES = sorted(
     module.name

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import halfwise
 import halfwise.torch as hw
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +18,8 @@ def in_a_new_process(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-FORBIDDEN = "[m for m in ('numpy', 'ml_dtypes', 'torch', 'numba', 'keras', 'tensorflow', 'jax', 'rich', 'typer') if m in sys.modules]"
+HEAVY = ("numpy", "ml_dtypes", "torch", "numba", "keras", "tensorflow", "jax", "rich", "typer")
+FORBIDDEN = f"[m for m in {HEAVY} if m in sys.modules]"
 
 
 def test_importing_halfwise_loads_nothing_heavy() -> None:
@@ -44,7 +46,10 @@ def test_core_and_reports_load_no_framework() -> None:
 
 
 def test_importing_the_adapter_loads_no_slow_extras() -> None:
-    code = "import sys, halfwise.torch\nprint([m for m in ('numba', 'torch._dynamo', 'sklearn', 'safetensors') if m in sys.modules])"
+    code = (
+        "import sys, halfwise.torch\n"
+        "print([m for m in ('numba', 'torch._dynamo', 'sklearn', 'safetensors') if m in sys.modules])"
+    )
     assert in_a_new_process(code) == "[]"
 
 

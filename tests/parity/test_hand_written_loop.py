@@ -8,6 +8,7 @@ step leaves batch-norm statistics as they were.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def factor(step: int) -> float:
-    """Blows the loss up in some steps, so that float16 gradients overflow at loss scale 65536 and not at a tenth of it."""
+    """Blows the loss up in some steps, so that float16 gradients overflow at loss scale 65536, not at a tenth of it."""
     return {3: 40.0, 4: 40.0, 11: 3000.0}.get(step, 1.0)
 
 
@@ -97,7 +98,7 @@ def our_loop(policy: str, *, parts: bool = False) -> Loop:
                         mp.clip_grad_norm_(max_norm)
                     result = mp.optimizer_step()
                 else:
-                    result = mp.step(lambda x=x, y=y, s=step: loss_of(model, x, y, s), clip_grad_norm=max_norm)  # type: ignore[misc]
+                    result = mp.step(partial(loss_of, model, x, y, step), clip_grad_norm=max_norm)
                 applied.append(result.applied)
         return applied
 
@@ -185,20 +186,22 @@ def test_accumulation_is_bit_identical_to_the_mean_of_the_losses() -> None:
         optimizer.step()
 
     twin = network()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(twin(x), y)
+
     with hw.MixedPrecision(twin, torch.optim.Adam(twin.parameters()), "float32") as mp:
         torch.manual_seed(3)
         for pair in pairs:
-            mp.step([lambda x=x, y=y: nn.functional.cross_entropy(twin(x), y) for x, y in pair])  # type: ignore[misc]
+            mp.step([partial(loss, x, y) for x, y in pair])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("guard", [True, "report", False])
 def test_the_guard_changes_no_bit_of_a_healthy_run(guard: bool) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, _: float | None) -> list[bool]:
-        with hw.MixedPrecision(model, optimizer, "mixed_float16", guard=guard) as mp:  # type: ignore[arg-type]
-            return [
-                mp.step(lambda x=x, y=y, s=s: loss_of(model, x, y, s)).applied for s, (x, y) in enumerate(batches())
-            ]  # type: ignore[misc]
+        with hw.MixedPrecision(model, optimizer, "mixed_float16", guard=guard) as mp:
+            return [mp.step(partial(loss_of, model, x, y, s)).applied for s, (x, y) in enumerate(batches())]
 
     theirs, expected = trained(amp_loop(torch.float16), torch.optim.Adam, None)
     ours, applied = trained(loop, torch.optim.Adam, None)

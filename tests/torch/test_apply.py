@@ -18,8 +18,8 @@ from halfwise.errors import PlanError
 class Spy(nn.Linear):
     """Remembers the dtypes that it computed in."""
 
-    def __init__(self, *args: int) -> None:
-        super().__init__(*args)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         self.seen: list[tuple[torch.dtype, torch.dtype]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,12 +182,13 @@ def test_checkpointed_activations_are_recomputed_in_the_same_precision() -> None
 
 
 def test_frozen_half_weights_are_raised_for_a_float32_module() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    model[0].to(BF16).requires_grad_(False)
-    expected = model[1](torch.nn.functional.linear(X, model[0].weight.float(), model[0].bias.float()))
+    frozen, head = nn.Linear(4, 8), nn.Linear(8, 2)
+    model = nn.Sequential(frozen, head)
+    frozen.to(BF16).requires_grad_(False)
+    expected = head(torch.nn.functional.linear(X, frozen.weight.float(), frozen.bias.float()))
     with hw.apply(model, hw.Plan.manual({"0": "float32"}, default="float32")):
         assert torch.equal(model(X), expected)
-    assert model[0].weight.dtype is BF16
+    assert frozen.weight.dtype is BF16
 
 
 def test_nested_outputs_come_back_in_float32() -> None:

@@ -59,7 +59,12 @@ def test_modules_are_copied_and_ties_kept() -> None:
 
 
 def test_state_dicts_keep_what_is_no_float() -> None:
-    state = {"w": torch.ones(2), "steps": torch.tensor(3), "name": "x", "c": torch.ones(1, dtype=torch.complex64)}
+    state: dict[str, Any] = {
+        "w": torch.ones(2),
+        "steps": torch.tensor(3),
+        "name": "x",
+        "c": torch.ones(1, dtype=torch.complex64),
+    }
     half = hw.to_precision(state, "float16")
     assert half["w"].dtype is torch.float16
     assert half["steps"] is state["steps"]

@@ -37,14 +37,15 @@ def test_a_leaf_is_raised_alone() -> None:
 
 
 def test_a_containers_own_operations_are_raised_and_its_children_stay() -> None:
-    model = nn.Sequential(Block())
+    block = Block()
+    model = nn.Sequential(block)
     plan = demoted(HALF, model, suspect("0"))
     assert {r.path: r.compute for r in plan.layers} == {"0.q": "float16", "0.k": "float16", "0": "float32"}
     weights: list[torch.dtype] = []
-    model[0].q.register_forward_hook(lambda m, a, out: weights.append(out.dtype))
+    block.q.register_forward_hook(lambda m, a, out: weights.append(out.dtype))
     with hw.apply(model, plan), torch.autocast("cpu", dtype=torch.float16):
         model(torch.ones(2, 4))
-        assert model[0].seen == [torch.float32, torch.float32]  # handed back in the caller's precision
+        assert block.seen == [torch.float32, torch.float32]  # handed back in the caller's precision
 
 
 def test_children_with_rules_of_their_own_keep_them() -> None:

@@ -53,7 +53,7 @@ def test_containers_and_wholes() -> None:
             self.fc = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.attention(x, x, x)[0] + self.bias)  # type: ignore[no-any-return]
+            return self.fc(self.attention(x, x, x)[0] + self.bias)
 
     model = Net()
     timer = LayerTimer(model, "cpu", half_formats("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_a_closure_that_draws_a_new_batch_each_time_is_noticed_before_anything_h
         return nn.functional.cross_entropy(model(torch.randn(3, 4, generator=generator)), Y)
 
     with hw.MixedPrecision(model, sgd(model), policy) as mp:
-        with pytest.raises(UsageError, match="draw a new batch at each call.*guard=False"):
+        with pytest.raises(UsageError, match=r"draw a new batch at each call.*guard=False"):
             mp.step(closure)
         assert mp.steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -247,7 +247,8 @@ def test_auto_trains_in_float32_while_it_gathers_evidence_and_then_follows_the_p
 
     timing = hw.TimingTable.uniform(["0", "2"], relative={"bfloat16": 0.5})
     with hw.MixedPrecision(model, sgd(model), "auto", timing=timing) as mp:
-        assert mp.plan is None
+        plan_before = mp.plan
+        assert plan_before is None
         results = [mp.step(closure) for _ in range(5)]
         assert mp.plan is not None
         assert {rule.path: rule.compute for rule in mp.plan.layers} == {"0": "bfloat16", "2": "bfloat16"}
@@ -326,7 +327,7 @@ def test_a_subset_of_parameters_frozen_and_tied_weights() -> None:
             self.frozen.requires_grad_(False)
 
         def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.frozen(torch.tanh(self.middle(self.embed(tokens)))))  # type: ignore[no-any-return]
+            return self.head(self.frozen(torch.tanh(self.middle(self.embed(tokens)))))
 
     model = Tied()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -369,10 +370,10 @@ def test_compiled_models_train_and_heal() -> None:
             nn.init.constant_(self.a.weight, 3e4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+            return self.b(torch.tanh(self.a(x)))
 
     plain = Net()
-    model = torch.compile(plain, backend="aot_eager")
+    model = cast(Net, torch.compile(plain, backend="aot_eager"))
     x = torch.ones(3, 4)
     with hw.MixedPrecision(model, sgd(plain), "mixed_float16", log=lambda _: None) as mp:
         result = mp.step(lambda: nn.functional.cross_entropy(model(x), Y))
@@ -387,7 +388,7 @@ def test_compiled_models_train_and_heal() -> None:
 
 def test_auto_on_a_compiled_model_names_plain_paths() -> None:
     plain = network()
-    model = torch.compile(plain, backend="aot_eager")
+    model = cast(nn.Sequential, torch.compile(plain, backend="aot_eager"))
     timing = hw.TimingTable.uniform(["0", "2"], relative={"bfloat16": 0.5})
     with hw.MixedPrecision(model, sgd(plain), "auto", timing=timing) as mp:
         for _ in range(5):
@@ -412,7 +413,8 @@ def test_every_hundredth_step_looks_at_weights_and_gradients() -> None:
     with hw.MixedPrecision(model, sgd(model), "mixed_float16") as mp:
         for _ in range(99):
             mp.step(lambda: loss_of(model))
-        assert mp.profile is None
+        profile_before = mp.profile
+        assert profile_before is None
         mp.step(lambda: loss_of(model))
         assert mp.profile is not None
         histogram = mp.profile.get("0", "weight_gradient")

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfwise.torch as hw
 from halfwise.core.histogram import ExponentHistogram
+from halfwise.core.profile import Role
 from halfwise.torch.profile import profiled_layers
 
 X = torch.randn(6, 4)
 
 
-def histogram(*tensors: Tensor) -> ExponentHistogram:
+def histogram(*tensors: Tensor | None) -> ExponentHistogram:
     total = ExponentHistogram.empty()
     for tensor in tensors:
+        assert tensor is not None
         total = total + hw.exponent_histogram(tensor)
     return total
 
 
 def test_every_role_is_exact() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    hidden = model[0](X)
+    first, second = nn.Linear(4, 8), nn.Linear(8, 2)
+    model = nn.Sequential(first, second)
+    hidden = first(X)
     hidden.retain_grad()
-    output = model[1](hidden)
+    output = second(hidden)
     output.retain_grad()
     output.square().mean().backward()
-    weight, bias = model[1].weight, model[1].bias
-    expected = {
+    weight, bias = second.weight, second.bias
+    expected: dict[Role, ExponentHistogram] = {
         "activation": histogram(hidden, output),
         "activation_gradient": histogram(hidden.grad, output.grad),
         "weight": histogram(weight, bias),
@@ -37,7 +42,7 @@ def test_every_role_is_exact() -> None:
     model.zero_grad()
     profile = hw.profile(model, lambda: model(X).square().mean())
     for role, found in expected.items():
-        assert profile.get("1", role) == found, role  # type: ignore[arg-type]
+        assert profile.get("1", role) == found, role
 
 
 def test_taking_a_profile_leaves_no_trace() -> None:
@@ -74,7 +79,7 @@ def test_masks_as_keyword_arguments_are_left_out() -> None:
 
 def test_compiled_models_have_plain_paths() -> None:
     plain = nn.Sequential(nn.Linear(4, 2))
-    model = torch.compile(plain, backend="eager")
+    model = cast(nn.Sequential, torch.compile(plain, backend="eager"))
     model(X)
     profile = hw.profile(model, lambda: model(X).sum())
     assert profile.paths() == ("0",)

@@ -12,6 +12,10 @@ from halfwise.torch.snapshot import BufferCopies, RandomState, rehearsal
 class Counting(nn.Module):
     """Writes its buffers in every way there is: in place, by replacement, one of them not persistent."""
 
+    calls: Tensor
+    last: Tensor
+    late: Tensor  # registered by a test
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)

@@ -43,8 +43,9 @@ class Suspect:
     Attributes:
         module: dotted path of the innermost module that ran the operation; `""` is the model itself where
             `module_class` is set, and else the code outside all modules (usually the loss).
-        operation: the operation's name, such as `"aten.addmm"`; `""` where no operation is to blame: a parameter or
-            input that was bad from the start.
+        operation: the operation's name, such as `"aten.addmm"`; backward that of the operation whose gradient it is;
+            `""`
+            where no operation is to blame: a parameter or input that was bad from the start.
         direction: `"forward"`, `"backward"`, or `""` without an operation.
         source: `"file.py:line"` of the user's code, or `""` where unknown.
         dtype: the output's dtype, such as `"float16"`.

@@ -18,7 +18,8 @@ from halfwise.core.diagnosis import Diagnosis
 __all__ = ["PATIENCE", "Action", "Conclusion", "GuardState", "Observation", "conclude", "observe"]
 
 PATIENCE = 4
-"""Skips in a row (once the loss scale has settled) before the culprit is looked for; unhealed failures in a row before the end."""
+"""Skips in a row (once the loss scale has settled) before the culprit is looked for; unhealed failures in a row before
+the end."""
 
 Action = Literal["apply", "skip", "localise"]
 Conclusion = Literal["demote", "skip", "stop"]

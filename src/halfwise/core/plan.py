@@ -116,7 +116,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between two plans: `where` is a layer's path or pattern, `"default"`, `"loss_scale"` or `"plan"`."""
+    """One difference between two plans.
+
+    `where` is a layer's path or pattern, `"default"`, `"loss_scale"` or `"plan"`.
+    """
 
     where: str
     field: str

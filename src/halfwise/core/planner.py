@@ -78,7 +78,10 @@ def range_gate(profile: Profile, path: str, format_name: str, loss_scale: float 
         if _nonfinite(histogram):
             return RangeVerdict(False, histogram.largest, 0.0, f"its {what}s hold inf or NaN in float32 already")
         if histogram.largest * HEADROOM > limit:
-            detail = f"largest {what} up to {histogram.largest:.3g}; {format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
+            detail = (
+                f"largest {what} up to {histogram.largest:.3g}; "
+                f"{format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
+            )
             return RangeVerdict(False, histogram.largest, 0.0, detail)
     underflow = 0.0
     for role, what in _BACKWARD:
@@ -88,12 +91,18 @@ def range_gate(profile: Profile, path: str, format_name: str, loss_scale: float 
         if _nonfinite(histogram):
             return RangeVerdict(False, histogram.largest, 0.0, f"its {what}s hold inf or NaN in float32 already")
         if histogram.largest * loss_scale * HEADROOM > limit:
-            detail = f"largest {what} up to {histogram.largest:.3g} at loss scale {loss_scale:g}; {format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
+            detail = (
+                f"largest {what} up to {histogram.largest:.3g} at loss scale {loss_scale:g}; "
+                f"{format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
+            )
             return RangeVerdict(False, histogram.largest, 0.0, detail)
         share = histogram.underflow(format_name, loss_scale).upper
         underflow = max(underflow, share)
         if share > LARGEST_UNDERFLOW:
-            detail = f"{share:.1%} of its {what}s round to zero in {format_name} at loss scale {loss_scale:g}; allowed {LARGEST_UNDERFLOW:.0%}"
+            detail = (
+                f"{share:.1%} of its {what}s round to zero in {format_name} at loss scale {loss_scale:g}; "
+                f"allowed {LARGEST_UNDERFLOW:.0%}"
+            )
             return RangeVerdict(False, histogram.largest, share, detail)
     return RangeVerdict(True, largest, underflow, "")
 
@@ -227,7 +236,10 @@ def _decide(profile: Profile, timing: TimingTable, path: str, name: str, scale: 
 
 
 def _untimed(profile: Profile, timing: TimingTable, name: str, scale: float) -> Iterator[Rule]:
-    """Rules for what ran without being timed (containers with weights of their own, modules without weights): range alone."""
+    """Rules for what ran without being timed, by range alone.
+
+    Such are containers with weights of their own, and modules without weights.
+    """
     for path in sorted(set(profile.paths()) - set(timing.seconds), key=_natural):
         verdict = range_gate(profile, path, name, scale)
         if not verdict.fits:

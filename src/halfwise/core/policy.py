@@ -32,7 +32,8 @@ def parse_policy(name: str) -> str:
             f"Use {_BARE_HALF[name]!r}: computation in {name}, weights in float32."
         )
     raise PolicyError(
-        f"unknown policy {name!r}. Allowed: {', '.join(map(repr, POLICIES))}, a Plan, or the path of a plan file (plan.toml)."
+        f"unknown policy {name!r}. Allowed: {', '.join(map(repr, POLICIES))}, a Plan, "
+        "or the path of a plan file (plan.toml)."
     )
 
 

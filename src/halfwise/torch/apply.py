@@ -107,7 +107,10 @@ class AppliedPlan:
                 override.active = True
 
     def never_ran(self) -> tuple[str, ...]:
-        """Paths with a rule whose `forward` was not called yet; some modules never call a child's (`MultiheadAttention`)."""
+        """Paths with a rule whose `forward` was not called yet.
+
+        Some modules never call a child's (`MultiheadAttention`).
+        """
         return tuple(path for path, override in self._overrides.items() if not override.ran)
 
     def __enter__(self) -> Self:
@@ -207,7 +210,8 @@ def _refuse_what_cannot_run(model: nn.Module, plan: Plan) -> None:
         name = "default" if isinstance(entry, Default) else entry.name
         if entry.compute not in COMPUTE_DTYPES:
             raise PlanError(
-                f"{name!r} asks for compute = {entry.compute!r}, which cannot be executed here; allowed: {', '.join(COMPUTE_DTYPES)}"
+                f"{name!r} asks for compute = {entry.compute!r}, which cannot be executed here; "
+                f"allowed: {', '.join(COMPUTE_DTYPES)}"
             )
         _refuse_storage(entry, name)
 

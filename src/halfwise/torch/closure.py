@@ -47,17 +47,18 @@ def split_loss(returned: Any) -> tuple[Tensor, Any]:
         loss, output = returned[0], returned[1] if len(returned) == 2 else returned[1:]
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"the closure returned {type(returned).__name__}; it must return the loss, a tensor with one element, or a tuple "
-            "that begins with it: lambda: criterion(model(x), y)"
+            f"the closure returned {type(returned).__name__}; it must return the loss, a tensor with one element, "
+            "or a tuple that begins with it: lambda: criterion(model(x), y)"
         )
     if loss.numel() != 1:
         raise UsageError(
-            f"the closure returned a loss of shape {tuple(loss.shape)}; it must have one element: reduce it, say with .mean()"
+            f"the closure returned a loss of shape {tuple(loss.shape)}; it must have one element: "
+            "reduce it, say with .mean()"
         )
     if not loss.requires_grad:
         raise UsageError(
-            "the closure returned a loss that depends on no trainable parameter (requires_grad is False); compute it from "
-            "the model's output without .detach(), .item() or torch.no_grad()"
+            "the closure returned a loss that depends on no trainable parameter (requires_grad is False); "
+            "compute it from the model's output without .detach(), .item() or torch.no_grad()"
         )
     return loss, output
 
@@ -70,7 +71,9 @@ def check_replayed(expected: float, found: float) -> None:
     """
     if math.isfinite(expected) and math.isfinite(found) and abs(expected - found) > 1e-3 * max(abs(expected), 1e-6):
         raise UsageError(
-            f"the closure gave the losses {expected:.6g} and {found:.6g} when it was called twice on unchanged weights: it seems to "
-            "draw a new batch at each call, or to change its inputs. The guard must be able to run a batch again: draw the batch "
-            "outside (for x, y in loader: mp.step(lambda: criterion(model(x), y))), or pass guard=False"
+            f"the closure gave the losses {expected:.6g} and {found:.6g} "
+            "when it was called twice on unchanged weights: "
+            "it seems to draw a new batch at each call, or to change its inputs. "
+            "The guard must be able to run a batch again: draw the batch outside "
+            "(for x, y in loader: mp.step(lambda: criterion(model(x), y))), or pass guard=False"
         )

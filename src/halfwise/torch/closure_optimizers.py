@@ -48,7 +48,8 @@ def step_inside_optimizer(engine: Engine, closures: tuple[Closure, ...], max_nor
     """
     if len(engine.optimizers) != 1:
         raise UsageError(
-            f"{type(engine.optimizers[0]).__name__} and others: an optimizer that calls the closure itself must be the only one"
+            f"{type(engine.optimizers[0]).__name__} and others: "
+            "an optimizer that calls the closure itself must be the only one"
         )
     (optimizer,) = engine.optimizers
     weights = [p.detach().clone() for p in engine.trained()]

@@ -115,7 +115,7 @@ def _map(value: Any, function: Any) -> Any:
     if isinstance(value, nn.Module):
         module = copy.deepcopy(value)
         names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        return module._apply(lambda tensor: function(names.get(id(tensor), "?"), tensor))  # type: ignore[no-untyped-call]
+        return module._apply(lambda tensor: function(names.get(id(tensor), "?"), tensor))
     if isinstance(value, Mapping):
         items = {key: function(str(key), item) if isinstance(item, Tensor) else item for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]  # OrderedDict and its like

@@ -20,7 +20,10 @@ def demoted(plan: Plan, model: nn.Module, suspect: Suspect) -> Plan:
     Where the suspect is a module with children, the children keep their precision: only its own operations are raised.
     Where it lies outside all modules (a loss in the closure), that code is raised and the model keeps its precision.
     """
-    detail = f"{suspect.operation} gave {suspect.found} in {suspect.dtype} ({suspect.direction}); largest input {suspect.largest_input:.4g}"
+    detail = (
+        f"{suspect.operation} gave {suspect.found} in {suspect.dtype} ({suspect.direction}); "
+        f"largest input {suspect.largest_input:.4g}"
+    )
     evidence = {"largest_input": suspect.largest_input}
     if not suspect.module and not suspect.module_class:
         raised = Default(compute="float32", reason="healed", detail=detail, evidence=evidence)

@@ -1,4 +1,6 @@
-"""The machinery of one training under `MixedPrecision`: tries a batch, judges it, applies or skips it, changes the plan.
+"""The machinery of one training under `MixedPrecision`.
+
+It tries a batch, judges it, applies or skips it, changes the plan.
 
 `mixed_precision.py` is what users call; `healing.py` is what happens after a failure that skipping cannot cure.
 """
@@ -194,8 +196,8 @@ class Engine:
         begun = self.unscale()
         if not begun.views or begun.norm is None:
             raise UsageError(
-                "no parameter of the optimizer got a gradient; call backward on a loss that is computed from the parameters that "
-                "the optimizer was made from"
+                "no parameter of the optimizer got a gradient; "
+                "call backward on a loss that is computed from the parameters that the optimizer was made from"
             )
         loss = begun.losses[0] if len(begun.losses) == 1 else torch.stack([x.reshape(()) for x in begun.losses]).sum()
         numbers = torch.stack((begun.norm, loss.to(begun.norm.device, torch.float32).reshape(())))
@@ -313,7 +315,10 @@ class Engine:
             self.armed = True
 
     def stopped(self) -> None:
-        """After the guard gave up: the step was skipped, and whoever catches the error may go on with the next batch."""
+        """After the guard gave up: the step was skipped.
+
+        Whoever catches the error may go on with the next batch.
+        """
         self.abandon()
         self.steps += 1
         self.skipped_steps += 1

@@ -99,8 +99,8 @@ class Evidence:
             return float32_plan(self.profile, self.timing, model=name, because=("slower", detail))
         if not (math.isfinite(change) and change <= max(self._tolerance * spread, 1e-3 * abs(full_runs[-1][0]))):
             detail = (
-                f"tried on a whole step: {what} changes the loss by {change:.3g}; its spread over batches is {spread:.3g}, "
-                f"of which {self._tolerance:g} may be spent"
+                f"tried on a whole step: {what} changes the loss by {change:.3g}; "
+                f"its spread over batches is {spread:.3g}, of which {self._tolerance:g} may be spent"
             )
             return float32_plan(self.profile, self.timing, model=name, because=("sensitivity", detail))
         return plan
@@ -115,7 +115,10 @@ class Trial:
         self._device_type = device_type_of(model)
 
     def __call__(self, plan: Plan) -> tuple[float, float]:
-        """`(mean loss, seconds)`; the generators stand where they stood, so that dropout masks are the same each time."""
+        """`(mean loss, seconds)`.
+
+        The generators stand where they stood, so that dropout masks are the same each time.
+        """
         losses = []
         with rehearsal(self._model), AppliedPlan(self._model, plan, whole_model=False):
             start = now(self._device_type)

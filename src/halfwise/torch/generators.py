@@ -23,7 +23,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 def set_generator_states(states: dict[str, Any]) -> None:

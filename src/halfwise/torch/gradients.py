@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["LARGEST_NORM", "clip", "dense_views", "total_norm", "unscale"]
 
-LARGEST_NORM = float(torch.finfo(torch.float32).max) ** 0.5
+LARGEST_NORM: float = float(torch.finfo(torch.float32).max) ** 0.5
 """A norm above this has no finite square in float32 (about 1.8e19)."""
 
 
@@ -37,7 +37,10 @@ def dense_views(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def unscale(views: list[Tensor], scale: float) -> None:
-    """Divides the gradients by `scale` in place, as `torch.amp.GradScaler` does: times its reciprocal, rounded to float32."""
+    """Divides the gradients by `scale` in place.
+
+    As `torch.amp.GradScaler` does it: times its reciprocal, rounded to float32.
+    """
     for group in _by_device_and_dtype(views):
         device = group[0].device
         found = torch.zeros(1, device=device)
@@ -52,13 +55,17 @@ def total_norm(views: list[Tensor]) -> Tensor:
     with torch.no_grad():
         norms = [norm for group in _by_device_and_dtype(views) for norm in torch._foreach_norm(group)]
         first = norms[0]
-        if all(norm.dtype is torch.float32 and norm.device == first.device for norm in norms):
-            return torch.linalg.vector_norm(torch.stack(norms))
-        return torch.linalg.vector_norm(torch.stack([norm.to(first.device, torch.float32) for norm in norms]))
+        if not all(norm.dtype is torch.float32 and norm.device == first.device for norm in norms):
+            norms = [norm.to(first.device, torch.float32) for norm in norms]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def clip(views: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales the gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scales the gradients in place so that their norm is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_` does it.
+    """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for group in _by_device_and_dtype(views):
         torch._foreach_mul_(group, factor.to(group[0].device))

@@ -230,7 +230,7 @@ def _race(calls: Mapping[str, Call], device: torch.device) -> dict[str, tuple[fl
 def _seconds(call: Call, device: torch.device, limit: float = float("inf")) -> tuple[float, bool]:
     """Seconds per call, from `_CALLS` calls; on a CPU from fewer, and True, once they took more than `limit` in all."""
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         start.record()
         for _ in range(_CALLS):

@@ -164,7 +164,7 @@ def _at_the_scale(
 
 def range_of(record: Record, suspect: Suspect) -> str:
     """What the operation made of what, and what its format holds."""
-    made = f"{suspect.operation} made {suspect.found} of inputs up to {suspect.largest_input:.4g}"
+    made = f"{record.operation} made {suspect.found} of inputs up to {suspect.largest_input:.4g}"
     if record.of:
         made += f" (gradient of {record.of})"
     if suspect.dtype in _HALF:

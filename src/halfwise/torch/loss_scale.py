@@ -1,4 +1,6 @@
-"""The loss scale of a PyTorch training: the core's state machine, the tensor that multiplies the loss, GradScaler's keys.
+"""The loss scale of a PyTorch training.
+
+Here the core's state machine meets the tensor that multiplies the loss, and GradScaler's keys.
 
 The state lives on the host. A step in float16 reads one flag from the device anyway (as
 `torch.amp.GradScaler` does), so a copy of the state machine in device operations would save nothing and would
@@ -86,8 +88,8 @@ class LossScale:
         missing = [key for key in _GRAD_SCALER_KEYS if key not in state]
         if missing:
             raise UsageError(
-                f"not the state of a loss scale: the keys {missing} are missing; give mp.state_dict() or the state_dict() of a "
-                f"torch.amp.GradScaler ({', '.join(_GRAD_SCALER_KEYS)})"
+                f"not the state of a loss scale: the keys {missing} are missing; "
+                f"give mp.state_dict() or the state_dict() of a torch.amp.GradScaler ({', '.join(_GRAD_SCALER_KEYS)})"
             )
         bounded = min(max(float(state["scale"]), self.settings.floor), self.settings.ceiling)
         self.settings = replace(

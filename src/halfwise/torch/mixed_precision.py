@@ -114,7 +114,10 @@ class MixedPrecision:
 
     @property
     def profile(self) -> Profile | None:
-        """Exponent histograms: the evidence of `"auto"`; weights and their gradients anew every 100 steps. None before."""
+        """Exponent histograms: the evidence of `"auto"`; weights and their gradients anew every 100 steps.
+
+        None before.
+        """
         return self._engine.profile
 
     @property
@@ -204,8 +207,8 @@ class MixedPrecision:
         begun = self._engine.begun
         if begun is not None and begun.norm is not None:
             raise UsageError(
-                "backward() after unscale_() or clip_grad_norm_() in one step would add scaled to unscaled gradients; call "
-                "backward() for all losses first, then clip_grad_norm_(), then optimizer_step()"
+                "backward() after unscale_() or clip_grad_norm_() in one step would add scaled to unscaled gradients; "
+                "call backward() for all losses first, then clip_grad_norm_(), then optimizer_step()"
             )
         self._engine.backward(split_loss(loss)[0])
 
@@ -215,7 +218,10 @@ class MixedPrecision:
         self._engine.unscale()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the unscaled gradients to a 2-norm of at most `max_norm`; returns the norm before as a float32 scalar."""
+        """Clips the unscaled gradients to a 2-norm of at most `max_norm`.
+
+        Returns the norm before as a float32 scalar.
+        """
         self._check_begun("clip_grad_norm_")
         return self._engine.clip(max_norm)
 
@@ -248,8 +254,10 @@ class MixedPrecision:
     # Keeping and ending
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact resume needs besides model and optimizer: loss scale (under GradScaler's keys), plan, guard,
-        incidents, counters, generators. Nested dicts and lists of tensors, numbers, strings and None.
+        """Everything that a bit-exact resume needs besides model and optimizer.
+
+        Loss scale (under GradScaler's keys), plan, guard, incidents, counters, generators.
+        Nested dicts and lists of tensors, numbers, strings and None.
         """
         return state.state_dict(self._engine, self._policy)
 
@@ -282,8 +290,8 @@ class MixedPrecision:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(
-                "this MixedPrecision is closed (by close(), by leaving its with block, or because the model was wrapped again); "
-                "make a new one"
+                "this MixedPrecision is closed (by close(), by leaving its with block, "
+                "or because the model was wrapped again); make a new one"
             )
 
     def _check_begun(self, call: str) -> None:

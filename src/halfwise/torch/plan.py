@@ -25,7 +25,9 @@ def plan(
     tolerance: float = 0.1,
     objective: str = "time",
 ) -> Plan:
-    """What `"auto"` would choose for `model` on this device. Nothing is changed: weights, gradients, buffers, generators.
+    """What `"auto"` would choose for `model` on this device.
+
+    Nothing is changed: weights, gradients, buffers, generators.
 
     Args:
         model: the module to plan for, parameters in float32.

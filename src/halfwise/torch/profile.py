@@ -122,7 +122,7 @@ class Recorder:
                 if parameter.grad is not None:
                     self._add(path, "weight_gradient", parameter.grad)
 
-    def _after_forward(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, path: str, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in (*tensors_in(args), *tensors_in(output)):
             self._add(path, "activation", tensor)
             if tensor.requires_grad:

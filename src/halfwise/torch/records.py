@@ -36,7 +36,7 @@ class Record:
         short: the operation's name alone.
         place: module path, module class and line.
         direction: `"forward"` or `"backward"`.
-        of: backward, the forward operation that is being differentiated.
+        of: backward, the forward operation that is being differentiated; `""` in the backward of a custom function.
         dtype: of the result, such as `"float16"`.
         numel: number of elements of the result.
         inputs: the producers of the floating-point inputs.

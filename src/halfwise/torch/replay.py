@@ -97,13 +97,13 @@ def _backward(loss: Tensor, factor: float, trace: Trace | None) -> list[int]:
     The scaling is done as a loss scaler does it: in float32, also for a loss in half.
     """
     if trace is None:
-        (loss.float() * factor).backward()  # type: ignore[no-untyped-call]
+        (loss.float() * factor).backward()
         return []
     index = trace.producer(loss)
     with trace.attributed_to(trace.records[index].place) if index >= 0 else nullcontext():
         scaled = loss.float() * factor
         seed = torch.ones_like(scaled)
-    scaled.backward(seed)  # type: ignore[no-untyped-call]
+    scaled.backward(seed)
     return [trace.producer(seed)]
 
 

@@ -93,7 +93,9 @@ def suspects(trace: Trace, found: Origins) -> tuple[Suspect, ...]:
 def suspect_of(trace: Trace, record: Record, *, scale: float = 1.0) -> Suspect:
     """`record` as a suspect; a finite backward record that was traced at scale 1 can be restated at another `scale`.
 
-    A cast that overflows at the entrance of a module belongs to the module that asked for it, the one that consumes it.
+    Backward it is named by the operation in the user's code whose gradient it is: `aten.sqrt`, not the `aten.div`
+    within. A cast that overflows at the entrance of a module belongs to the module that asked for it, the one that
+    consumes it.
     """
     place = record.place
     if record.short == "_to_copy" and record.direction == "forward":
@@ -105,7 +107,7 @@ def suspect_of(trace: Trace, record: Record, *, scale: float = 1.0) -> Suspect:
     found = record.found if scale == 1.0 else "-inf" if abs(record.low) > record.high else "inf"
     return Suspect(
         module=place.module,
-        operation=record.operation,
+        operation=record.of or record.operation,
         direction=record.direction,
         source=place.source,
         dtype=record.dtype,

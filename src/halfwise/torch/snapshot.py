@@ -1,4 +1,4 @@
-"""What a step changes besides weights: random-number generators, buffers and gradients; kept so that it can be put back.
+"""What a step changes besides weights, kept so that it can be put back: random-number generators, buffers, gradients.
 
 Whether a buffer changed cannot be told from its `_version`: a batch norm in training writes its running statistics
 without bumping it. So all buffers are copied, the non-persistent ones too, into memory that is allocated once.
@@ -105,7 +105,10 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rehearsal(model: nn.Module) -> Iterator[None]:
-    """A block that may run forward and backward of `model` and leaves no trace: generators, buffers, gradients are put back."""
+    """A block that may run forward and backward of `model` and leaves no trace.
+
+    Generators, buffers and gradients are put back.
+    """
     random_state = RandomState(devices_of(model))
     buffers = BufferCopies(model)
     buffers.save()

@@ -30,7 +30,7 @@ from halfwise.torch.records import Input, Record, is_intended, measure, read_ran
 __all__ = ["Trace"]
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(TorchDispatchMode):
     """A context that records what runs within it.
 
     Args:
@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _register(self, key: int, tensor: Tensor, record: Record) -> None:
         if key not in self._producers:
-            self._kept.append(StorageWeakRef(values_of(tensor).untyped_storage()))  # type: ignore[no-untyped-call]
+            self._kept.append(StorageWeakRef(values_of(tensor).untyped_storage()))
         self._producers[key] = record.index
         self.records.append(record)
 

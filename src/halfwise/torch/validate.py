@@ -58,9 +58,10 @@ def check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF]
     if half:
         raise UsageError(
-            f"the model is already in half precision: trainable parameters {_some(half)} are {_dtype(model, half[0])}. Small updates "
-            "would be lost (a weight of 1.0 in bfloat16 ignores every update below 0.004). Keep float32 weights: call model.float() "
-            "before you make the optimizer; halfwise computes in half precision from them"
+            f"the model is already in half precision: trainable parameters {_some(half)} are {_dtype(model, half[0])}. "
+            "Small updates would be lost (a weight of 1.0 in bfloat16 ignores every update below 0.004). "
+            "Keep float32 weights: call model.float() before you make the optimizer; "
+            "halfwise computes in half precision from them"
         )
     trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if not any(p.requires_grad for p in trained):

@@ -1,0 +1,24 @@
+"""The examples run as they stand, and say what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMISES = {"train_loop.py": "auto chose", "watch_existing_loop.py": "wide aten.addmm"}
+
+
+def test_all_examples_are_here() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.py")} == set(PROMISES)
+
+
+@pytest.mark.parametrize("name", sorted(PROMISES))
+def test_example(name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert PROMISES[name] in done.stdout
