@@ -25,7 +25,8 @@ def test_clipping_acts_on_unscaled_gradients_and_unscaling_twice_is_once() -> No
     assert float(norm) == pytest.approx((4 * 32.0**2 + 4.0**2) ** 0.5, rel=1e-3)
     mp.unscale_()
     assert mp.optimizer_step().applied
-    moved = torch.cat([(model.weight.detach() - before).flatten(), model.bias.grad.flatten()])  # type: ignore[union-attr]
+    assert model.bias.grad is not None
+    moved = torch.cat([(model.weight.detach() - before).flatten(), model.bias.grad.flatten()])
     assert float(moved.norm()) == pytest.approx(1.0, rel=1e-3)
     mp.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_resumed_run_is_bit_identical(policy: str, stop: int) -> None:
     def run(
         model: nn.Module, optimizer: torch.optim.Optimizer, mp: hw.MixedPrecision, first: int, last: int
     ) -> list[tuple[bool, float]]:
-        results = [mp.step(lambda step=step: loss_of(model, step)) for step in range(first, last)]  # type: ignore[misc]
+        results = [mp.step(partial(loss_of, model, step)) for step in range(first, last)]
         return [(r.applied, r.loss_scale) for r in results]
 
     timing = hw.TimingTable.uniform(["0", "1", "3"], relative={"float16": 0.5})

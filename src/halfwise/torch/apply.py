@@ -7,7 +7,6 @@ parametrizations and export: the object refers to the module that holds it, so a
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfwise.core.plan import Default, Plan, Rule
 from halfwise.errors import PlanError
 from halfwise.torch.names import named_layers, unwrap
+from halfwise.torch.nested import map_tensors
 from halfwise.torch.region import COMPUTE_DTYPES, device_type_of, region
 
 __all__ = ["AppliedPlan", "apply", "disabled"]
@@ -180,23 +180,7 @@ def remove_overrides(model: nn.Module) -> None:
 
 
 def _to_float32(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in _HALF else value
-    if isinstance(value, dict):
-        return {key: _to_float32(item) for key, item in value.items()} if type(value) is dict else _mapping(value)
-    if isinstance(value, tuple):
-        items = [_to_float32(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_to_float32(item) for item in value]
-    return value
-
-
-def _mapping(value: dict[Any, Any]) -> dict[Any, Any]:
-    changed = copy.copy(value)  # a dict subclass such as transformers' ModelOutput: same type, attributes in step
-    for key in list(changed):
-        changed[key] = _to_float32(changed[key])
-    return changed
+    return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)
 
 
 def _refuse_what_cannot_run(model: nn.Module, plan: Plan) -> None:

@@ -12,9 +12,9 @@ from halfwise.core.diagnosis import Diagnosis
 from halfwise.core.policy import compute_format
 from halfwise.errors import PolicyError, UsageError
 from halfwise.torch.closure import Closure, as_closures
-from halfwise.torch.dead import silent_overflow
 from halfwise.torch.localise import localise
 from halfwise.torch.region import device_type_of, region
+from halfwise.torch.tracing.dead import silent_overflow
 
 __all__ = ["diagnose"]
 

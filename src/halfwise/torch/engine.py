@@ -24,7 +24,6 @@ from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
 from halfwise.torch import gradients
 from halfwise.torch.apply import AppliedPlan
-from halfwise.torch.armed_trace import ArmedTrace
 from halfwise.torch.attempt import Attempt, Begun
 from halfwise.torch.closure import Closure, split_loss
 from halfwise.torch.evidence import Evidence, Trial
@@ -35,6 +34,7 @@ from halfwise.torch.profile import profile_parameters
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.result import StepResult
 from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of, rehearsal
+from halfwise.torch.tracing.armed import ArmedTrace
 
 __all__ = ["Engine"]
 

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from halfwise.core.diagnosis import Diagnosis, Suspect
-from halfwise.torch import fixes
 from halfwise.torch.closure import Closure, Region
-from halfwise.torch.outside import broken_state, from_outside
-from halfwise.torch.records import Record
 from halfwise.torch.region import device_type_of
-from halfwise.torch.replay import Replay, replay
-from halfwise.torch.slicing import Origins, origins, scale_limit, suspect_of, suspects
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing import fixes
+from halfwise.torch.tracing.outside import broken_state, from_outside
+from halfwise.torch.tracing.records import Record
+from halfwise.torch.tracing.replay import Replay, replay
+from halfwise.torch.tracing.slicing import Origins, origins, scale_limit, suspect_of, suspects
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = ["localise", "precision_verdict", "range_of", "unsound_in_float32"]
 

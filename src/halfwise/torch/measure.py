@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from halfwise.core.timing import TimingTable
-from halfwise.torch.profile import is_whole, profiled_layers, tensors_in
+from halfwise.torch.nested import floating_tensors, map_tensors
+from halfwise.torch.profile import is_whole, profiled_layers
 from halfwise.torch.region import region
 from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of
 
@@ -113,13 +114,13 @@ def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str, name: str, limit: float
 ) -> float:
     """Seconds of one forward and backward; of the forward alone where that already exceeds `limit`."""
-    args, kwargs = _detached(args), _detached(kwargs)
+    args, kwargs = map_tensors(args, _detached), map_tensors(kwargs, _detached)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
+    inputs = [t for t in (*floating_tensors(args), *floating_tensors(kwargs)) if t.requires_grad]
     start = now(device_type)
     with region(device_type, name, cache=False):
         output = type(module).forward(module, *args, **kwargs)
-    outputs = [t for t in tensors_in(output) if t.requires_grad]
+    outputs = [t for t in floating_tensors(output) if t.requires_grad]
     if not outputs or not (parameters or inputs):
         return now(device_type) - start
     if limit != float("inf") and (forward := now(device_type) - start) > limit:
@@ -129,17 +130,10 @@ def _forward_and_backward(
     return now(device_type) - start
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = [_detached(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_detached(item) for item in value]
-    return value
+def _detached(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def now(device_type: str) -> float:

@@ -22,9 +22,10 @@ from halfwise.core.profile import Profile, Role
 from halfwise.torch.closure import Closure, as_closures, split_loss
 from halfwise.torch.histogram import exponent_histogram
 from halfwise.torch.names import named_layers
+from halfwise.torch.nested import floating_tensors
 from halfwise.torch.snapshot import rehearsal
 
-__all__ = ["Recorder", "eager", "is_whole", "profile", "profile_parameters", "profiled_layers", "tensors_in"]
+__all__ = ["Recorder", "eager", "is_whole", "profile", "profile_parameters", "profiled_layers"]
 
 
 def profile(model: nn.Module, closure: Closure) -> Profile:
@@ -123,7 +124,7 @@ class Recorder:
                     self._add(path, "weight_gradient", parameter.grad)
 
     def _after_forward(self, path: str, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for tensor in (*tensors_in(args), *tensors_in(output)):
+        for tensor in (*floating_tensors(args), *floating_tensors(output)):
             self._add(path, "activation", tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._add, path, "activation_gradient"))
@@ -132,16 +133,3 @@ class Recorder:
         histogram = exponent_histogram(tensor)
         earlier = self._histograms.get((path, role))
         self._histograms[path, role] = histogram if earlier is None else earlier + histogram
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)

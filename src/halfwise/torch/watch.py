@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from halfwise.core.diagnosis import VERDICTS, Diagnosis
 from halfwise.core.guard import GuardState, Observation, observe
-from halfwise.torch.armed_trace import ArmedTrace
-from halfwise.torch.dead_updates import DeadUpdates
 from halfwise.torch.region import device_type_of
-from halfwise.torch.vitals import highest, is_unsound, squared_norm
-from halfwise.torch.watch_setup import check_arguments, half_weights_warning, parameter_names, to_stderr
-from halfwise.torch.wiring import Wiring
+from halfwise.torch.tracing.armed import ArmedTrace
+from halfwise.torch.watching.dead_updates import DeadUpdates
+from halfwise.torch.watching.setup import check_arguments, half_weights_warning, parameter_names, to_stderr
+from halfwise.torch.watching.vitals import highest, is_unsound, squared_norm
+from halfwise.torch.watching.wiring import Wiring
 
 __all__ = ["Watch", "watch"]
 

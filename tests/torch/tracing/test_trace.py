@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from halfwise.torch.records import Record, measure
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing.records import Record, measure
+from halfwise.torch.tracing.trace import Trace
 
 
 class Scaled(nn.Module):

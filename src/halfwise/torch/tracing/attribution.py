@@ -1,9 +1,9 @@
 """Which module and which line of the user's code an operation belongs to.
 
-Forward, both are read from the Python stack: the innermost call of an `nn.Module` that the model knows, and the innermost
-frame outside torch and halfwise.torch. No hooks are installed, so nothing has to be removed, compiled models give no
-warning, and a module whose instance `forward` was replaced is still found. Backward there is no stack; there autograd's
-sequence numbers lead from a node to the forward operation that made it.
+Forward, both are read from the Python stack: the innermost call of an `nn.Module` that the model knows, and the
+innermost frame outside torch and halfwise.torch. No hooks are installed, so nothing has to be removed, compiled models
+give no warning, and a module whose instance `forward` was replaced is still found. Backward there is no stack; there
+autograd's sequence numbers lead from a node to the forward operation that made it.
 
 `setdefault` matters: operations without a gradient do not advance the sequence number and would claim their
 predecessor's.
@@ -47,7 +47,7 @@ _ENGINE: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_ba
 _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 # The adapter alone: the built-in workloads are a user of it like any other.
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _NEITHER = frozenset({contextlib.__file__, functools.__file__})
 _IS_USERS: dict[str, bool] = {}
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from halfwise.core.diagnosis import Diagnosis
-from halfwise.torch import fixes
 from halfwise.torch.gradients import LARGEST_NORM
 from halfwise.torch.localise import precision_verdict, range_of
-from halfwise.torch.operations import CONTRACTIONS
-from halfwise.torch.outside import from_outside
-from halfwise.torch.records import Record
-from halfwise.torch.replay import largest_gradients, name_inputs, nonfinite_gradients, uncompiled
-from halfwise.torch.slicing import Origins, origins, suspects
-from halfwise.torch.trace import Trace
-from halfwise.torch.vitals import floating_tensors
+from halfwise.torch.nested import floating_tensors
+from halfwise.torch.tracing import fixes
+from halfwise.torch.tracing.operations import CONTRACTIONS
+from halfwise.torch.tracing.outside import from_outside
+from halfwise.torch.tracing.records import Record
+from halfwise.torch.tracing.replay import largest_gradients, name_inputs, nonfinite_gradients, uncompiled
+from halfwise.torch.tracing.slicing import Origins, origins, suspects
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = ["ArmedTrace"]
 

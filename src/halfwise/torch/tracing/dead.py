@@ -15,11 +15,11 @@ from torch import nn
 from halfwise.core.diagnosis import Diagnosis
 from halfwise.torch.closure import Closure, Region
 from halfwise.torch.localise import precision_verdict
-from halfwise.torch.records import Record
 from halfwise.torch.region import device_type_of
-from halfwise.torch.replay import replay
-from halfwise.torch.slicing import Origins, origins
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing.records import Record
+from halfwise.torch.tracing.replay import replay
+from halfwise.torch.tracing.slicing import Origins, origins
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = ["silent_overflow"]
 

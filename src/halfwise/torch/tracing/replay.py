@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from halfwise.torch.closure import Closure, Region, split_loss
 from halfwise.torch.gradients import LARGEST_NORM, dense_views, total_norm
 from halfwise.torch.names import unwrap
-from halfwise.torch.records import Record
 from halfwise.torch.region import device_type_of
 from halfwise.torch.region import region as region_of
 from halfwise.torch.snapshot import rehearsal
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing.records import Record
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = ["Replay", "largest_gradients", "name_inputs", "nonfinite_gradients", "replay", "uncompiled"]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from halfwise.core.diagnosis import Diagnosis, Suspect
 from halfwise.torch.names import named_layers
-from halfwise.torch.records import Record, measure
-from halfwise.torch.slicing import Origins
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing.records import Record, measure
+from halfwise.torch.tracing.slicing import Origins
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = ["RELOAD", "broken_state", "from_outside"]
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from halfwise.core.diagnosis import Suspect
-from halfwise.torch.operations import CONTRACTIONS, SOFTMAX_LIKE
-from halfwise.torch.records import Record
-from halfwise.torch.slicing import Origins
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing.operations import CONTRACTIONS, SOFTMAX_LIKE
+from halfwise.torch.tracing.records import Record
+from halfwise.torch.tracing.slicing import Origins
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = [
     "Epsilon",

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from halfwise.core.diagnosis import Suspect
-from halfwise.torch.operations import CONTRACTIONS, SOFTMAX_LIKE
-from halfwise.torch.records import Record
-from halfwise.torch.trace import Trace
+from halfwise.torch.tracing.operations import CONTRACTIONS, SOFTMAX_LIKE
+from halfwise.torch.tracing.records import Record
+from halfwise.torch.tracing.trace import Trace
 
 __all__ = ["Origins", "ScaleLimit", "largest_input", "origins", "scale_limit", "suspect_of", "suspects"]
 

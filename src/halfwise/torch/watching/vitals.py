@@ -6,15 +6,16 @@ Nothing here waits for an accelerator: results stay on the device and are read a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfwise.torch.records import measure
+from halfwise.torch.nested import floating_tensors
+from halfwise.torch.tracing.records import measure
 
-__all__ = ["floating_tensors", "highest", "is_unsound", "squared_norm"]
+__all__ = ["highest", "is_unsound", "squared_norm"]
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 
@@ -55,16 +56,3 @@ def is_unsound(value: Tensor | float) -> bool:
     """NaN or +inf. A model's output may hold -inf on purpose (masked logits), so that passes."""
     number = float(value)
     return math.isnan(number) or number == math.inf
-
-
-def floating_tensors(values: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested tuples, lists and mappings."""
-    if isinstance(values, Tensor):
-        if values.is_floating_point() and values.numel():
-            yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from floating_tensors(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from floating_tensors(value)

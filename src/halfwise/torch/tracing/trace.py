@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from halfwise.torch.attribution import NOWHERE, Attribution, Place
 from halfwise.torch.names import named_layers
-from halfwise.torch.operations import Operation, operation_of
-from halfwise.torch.records import Input, Record, is_intended, measure, read_ranges, values_of
+from halfwise.torch.tracing.attribution import NOWHERE, Attribution, Place
+from halfwise.torch.tracing.operations import Operation, operation_of
+from halfwise.torch.tracing.records import Input, Record, is_intended, measure, read_ranges, values_of
 
 __all__ = ["Trace"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from halfwise.core.diagnosis import Direction
-from halfwise.torch.attribution import Place
-from halfwise.torch.operations import SIGN_CHANGING
+from halfwise.torch.tracing.attribution import Place
+from halfwise.torch.tracing.operations import SIGN_CHANGING
 
 __all__ = ["Input", "Record", "is_intended", "measure", "read_ranges", "values_of"]
 
