@@ -11,6 +11,7 @@ that do the same work are compared.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,27 +19,21 @@ from torch import Tensor, nn
 
 import halfwise.torch as hw
 from _harness import emit, interleave, medians, ratios, table
+from halfwise.workloads.image import ConvNet
 
 DTYPES = {"float32": torch.float32, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 def convnet() -> tuple[nn.Module, Tensor, Tensor]:
-    model = nn.Sequential(
-        nn.Conv2d(1, 32, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 13 * 13, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
-    return model, torch.randn(16, 1, 28, 28), torch.randint(0, 10, (16,))
+    """The built-in image classifier at the size of MNIST."""
+    return ConvNet((1, 28, 28), 10), torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
 
 
 def transformer() -> tuple[nn.Module, Tensor, Tensor]:
-    layers = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True, norm_first=True) for _ in range(4)]
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32, 10))
-    return model, torch.randn(8, 32, 64), torch.randint(0, 10, (8,))
+    """Four encoder layers of width 128 on 8 sequences of 64."""
+    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True, norm_first=True) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 64, 10))
+    return model, torch.randn(8, 64, 128), torch.randint(0, 10, (8,))
 
 
 MODELS = {"convnet": convnet, "transformer": transformer}
@@ -83,9 +78,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument(
+        "--seconds", type=float, default=100.0, help="at most so long per row, in fewer rounds if need be"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps of each loop in each round")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    hw.exponent_histogram(torch.ones(1000))  # the first statistics of a process load and compile their code
     rows, data = [], {}
     for model, make in MODELS.items():
         for policy in DTYPES:
@@ -93,8 +92,12 @@ def main() -> None:
                 name: Loop(make, policy, name, arguments.steps)
                 for name in ("hand-written", "hand-written again", "mp.step", "watch")
             }
-            warmup = -(-100 // arguments.steps)  # past the first sampled step, which loads and compiles the statistics
-            seconds = interleave(loops, arguments.rounds, warmup=warmup)
+            started = time.perf_counter()
+            loops["hand-written"]()
+            affordable = int(arguments.seconds / (len(loops) * (time.perf_counter() - started)))
+            for name in list(loops)[1:]:
+                loops[name]()
+            seconds = interleave(loops, min(arguments.rounds, max(5, affordable)), warmup=1)
             reference = list(loops["hand-written"].model.parameters())
             for name, loop in loops.items():
                 same = all(torch.equal(a, b) for a, b in zip(reference, loop.model.parameters(), strict=True))

@@ -1,0 +1,88 @@
+"""Trying a plan on a whole step before it is used: not faster, or too disturbing, and the answer is float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfwise.torch as hw
+from halfwise.core.plan import Plan
+from halfwise.torch.evidence import EVIDENCE_STEPS, Evidence, Trial
+
+X = torch.randn(8, 4)
+
+
+def gathered(model: nn.Module, losses: list[float]) -> Evidence:
+    """Evidence whose layers measure as much faster in bfloat16, so that the trial decides."""
+    evidence = Evidence(model, tolerance=0.1, timing=None)
+    for loss in losses:
+        with evidence.observing():
+            model(X).square().mean().backward()
+        evidence.add_step(loss)
+    assert evidence.complete
+    table = hw.TimingTable.uniform(["0"], relative={"bfloat16": 0.5})
+    evidence._timer = type("Measured", (), {"table": table})()  # what a machine with bfloat16 units would have measured
+    return evidence
+
+
+def trial(half: tuple[float, float], full: tuple[float, float]) -> Trial:
+    """A trial with known results: `(loss, seconds)`."""
+
+    class Known(Trial):
+        def __init__(self) -> None:
+            pass
+
+        def __call__(self, plan: Plan) -> tuple[float, float]:
+            return half if plan.uses("bfloat16") else full
+
+    return Known()
+
+
+@pytest.mark.parametrize(
+    ("half", "full", "chosen", "reason"),
+    [
+        ((1.0, 0.5), (1.0, 1.0), "bfloat16", "faster"),
+        ((1.0, 1.0), (1.0, 1.0), "float32", "slower"),
+        ((1.0, 0.98), (1.0, 1.0), "float32", "slower"),
+        ((1.03, 0.5), (1.0, 1.0), "bfloat16", "faster"),  # the spread of the losses is 0.41
+        ((1.2, 0.5), (1.0, 1.0), "float32", "sensitivity"),
+        ((float("nan"), 0.5), (1.0, 1.0), "float32", "sensitivity"),
+        ((float("inf"), 0.5), (1.0, 1.0), "float32", "sensitivity"),
+    ],
+)
+def test_the_trial_decides(half: tuple[float, float], full: tuple[float, float], chosen: str, reason: str) -> None:
+    plan = gathered(nn.Sequential(nn.Linear(4, 2)), [1.0, 1.5, 2.0]).plan(trial(half, full))
+    assert (plan.default.compute, plan.default.reason) == (chosen, reason)
+    assert plan.compute("0") == chosen
+
+
+def test_without_a_trial_the_layers_times_decide() -> None:
+    assert gathered(nn.Sequential(nn.Linear(4, 2)), [1.0, 1.5, 2.0]).plan(None).uses("bfloat16")
+
+
+def test_a_real_trial_leaves_no_trace_and_repeats_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout())
+    before = [t.clone() for t in model.state_dict().values()]
+    run = Trial(model, (lambda: model(X).square().mean(), lambda: model(X * 2).square().mean()))
+    first, second = run(Plan.manual(default="bfloat16")), run(Plan.manual(default="bfloat16"))
+    assert first[0] == second[0]
+    assert first[1] > 0
+    assert first[0] != run(Plan.manual())[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+    assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+def test_the_profile_covers_all_steps_and_the_last_one_is_timed() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    evidence = Evidence(model, tolerance=0.1, timing=None)
+    for number in range(EVIDENCE_STEPS):
+        assert evidence.timing.seconds == {}
+        assert evidence.complete is False
+        with evidence.observing():
+            model(X).square().mean().backward()
+        evidence.add_step(float(number))
+    assert set(evidence.timing.seconds) == {"0"}
+    histogram = evidence.profile.get("0", "activation")
+    assert histogram is not None
+    assert histogram.total == EVIDENCE_STEPS * (8 * 4 + 8 * 2)
