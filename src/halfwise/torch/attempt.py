@@ -24,6 +24,7 @@ class Begun:
         losses: the losses that went backward, detached, not scaled.
         views: the gradients as dense tensors, once they are unscaled.
         norm: their norm, a float32 scalar; None until they are unscaled.
+        stepped: the optimizers' step is queued already; it changes nothing where the numbers are not sound.
         diagnosis: what a trace of the step found, where it was traced and something was wrong.
     """
 
@@ -32,10 +33,11 @@ class Begun:
     views: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
     diagnosis: Diagnosis | None = None
+    stepped: bool = False
 
     def clear(self) -> None:
         """Back to the beginning of the step."""
-        self.losses, self.views, self.norm = [], [], None
+        self.losses, self.views, self.norm, self.stepped = [], [], None, False
 
 
 @dataclass(frozen=True)

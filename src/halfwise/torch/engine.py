@@ -34,6 +34,7 @@ from halfwise.torch.profile import profile_parameters
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.result import StepResult
 from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of, rehearsal
+from halfwise.torch.suppress import can_suppress, step_unless_unsound
 from halfwise.torch.tracing.armed import ArmedTrace
 
 __all__ = ["Engine"]
@@ -77,6 +78,7 @@ class Engine:
         self.begun: Begun | None = None
         self.scale = LossScale(LossScaleSettings())
         self.evidence: Evidence | None = None
+        self.suppresses = self.device_type == "cuda" and can_suppress(self.optimizers)  # a CPU has nothing to wait for
         self.armed = False  # the next step without a closure is to be traced
         self._trace: ArmedTrace | None = None
         self._buffers = BufferCopies(model)
@@ -137,8 +139,10 @@ class Engine:
         self.begun = Begun(RandomState(self.devices))
         return self.begun
 
-    def attempt(self, closures: tuple[Closure, ...]) -> Attempt:
-        """Forward, backward and unscaling of one batch, from cleared gradients."""
+    def attempt(
+        self, closures: tuple[Closure, ...], *, may_step: bool = False, max_norm: float | None = None
+    ) -> Attempt:
+        """Forward, backward and unscaling of one batch, from cleared gradients; see `measured` for `may_step`."""
         outputs = []
         with self.observing():
             for index, closure in enumerate(closures):
@@ -147,7 +151,8 @@ class Engine:
                         loss, output = split_loss(closure())
                     self.backward(loss / len(closures) if len(closures) > 1 else loss)
                 outputs.append(output)
-        return self.measured(outputs[0] if len(outputs) == 1 else outputs)
+        output = outputs[0] if len(outputs) == 1 else outputs
+        return self.measured(output, may_step=may_step, max_norm=max_norm)
 
     def attempt_again(self, closures: tuple[Closure, ...]) -> Attempt:
         """The same batch once more, from the same generators, buffers and cleared gradients."""
@@ -191,8 +196,12 @@ class Engine:
         gradients.clip(begun.views, norm, max_norm)
         return norm
 
-    def measured(self, output: Any) -> Attempt:
-        """What came out, read from the device once."""
+    def measured(self, output: Any, *, may_step: bool = False, max_norm: float | None = None) -> Attempt:
+        """What came out, read from the device once.
+
+        Where the step `may_step` and the device can leave it out by itself, the optimizers' step is queued before the
+        host waits for the numbers.
+        """
         begun = self.unscale()
         if not begun.views or begun.norm is None:
             raise UsageError(
@@ -201,6 +210,11 @@ class Engine:
             )
         loss = begun.losses[0] if len(begun.losses) == 1 else torch.stack([x.reshape(()) for x in begun.losses]).sum()
         numbers = torch.stack((begun.norm, loss.to(begun.norm.device, torch.float32).reshape(())))
+        if may_step and self.suppresses:
+            if max_norm is not None:
+                self.clip(max_norm)
+            step_unless_unsound(self.optimizers, *numbers)
+            begun.stepped = True
         norm_value, loss_value = numbers.tolist()
         return Attempt(loss.reshape(()), output, loss_value, norm_value)
 
@@ -214,10 +228,11 @@ class Engine:
                 incident = heal_later_steps(self, self.begun.diagnosis if self.begun is not None else None)
         used_scale = self.loss_scale
         if attempt.sound:
-            if max_norm is not None:
-                self.clip(max_norm)
-            for optimizer in self.optimizers:
-                optimizer.step()
+            if self.begun is None or not self.begun.stepped:
+                if max_norm is not None:
+                    self.clip(max_norm)
+                for optimizer in self.optimizers:
+                    optimizer.step()
             self.applied(attempt)
         return self.ended(attempt, used_scale, incident, retries, closures)
 

@@ -171,7 +171,7 @@ class MixedPrecision:
             else:
                 engine.begin()
                 engine.clear_gradients()
-                attempt = engine.attempt(closures)
+                attempt = engine.attempt(closures, may_step=expected is None, max_norm=clip_grad_norm)
                 if expected is not None:
                     check_replayed(expected, attempt.loss_value)
                 result = engine.finish(attempt, closures, clip_grad_norm)
@@ -237,7 +237,7 @@ class MixedPrecision:
         """
         self._check_begun("optimizer_step")
         try:
-            return self._engine.finish(self._engine.measured(None), None, None)
+            return self._engine.finish(self._engine.measured(None, may_step=True), None, None)
         except TrainingStopped:
             self._engine.stopped()
             raise
