@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import halfwise.torch as hw
-from _harness import emit, table
+from _harness import emit, keep_freed_memory, table
 
 
 class SixLayers(nn.Module):
@@ -87,6 +87,7 @@ def healing(make: Callable[[], nn.Module], shape: tuple[int, ...], planted: str)
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfwise.torch as hw
-from _harness import emit, interleave, medians, ratios, table
+from _harness import emit, interleave, keep_freed_memory, medians, ratios, table
 from halfwise.workloads.image import ConvNet
 
 DTYPES = {"float32": torch.float32, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
@@ -75,6 +75,7 @@ class Loop:
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=40)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halfwise.core.diagnosis import Diagnosis
-from halfwise.torch.gradients import LARGEST_NORM
+from halfwise.torch.gradients import LARGEST_NORM, Gradients
 from halfwise.torch.snapshot import RandomState
 
 __all__ = ["Attempt", "Begun"]
@@ -22,22 +22,20 @@ class Begun:
     Attributes:
         random_state: the generators before it.
         losses: the losses that went backward, detached, not scaled.
-        views: the gradients as dense tensors, once they are unscaled.
-        norm: their norm, a float32 scalar; None until they are unscaled.
+        unscaled: the gradients and their norm (a float32 scalar), once they are unscaled.
         stepped: the optimizers' step is queued already; it changes nothing where the numbers are not sound.
         diagnosis: what a trace of the step found, where it was traced and something was wrong.
     """
 
     random_state: RandomState
     losses: list[Tensor] = field(default_factory=list)
-    views: list[Tensor] = field(default_factory=list)
-    norm: Tensor | None = None
+    unscaled: tuple[Gradients, Tensor] | None = None
     diagnosis: Diagnosis | None = None
     stepped: bool = False
 
     def clear(self) -> None:
         """Back to the beginning of the step."""
-        self.losses, self.views, self.norm, self.stepped = [], [], None, False
+        self.losses, self.unscaled, self.stepped = [], None, False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +37,12 @@ class _UnsoundError(Exception):
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """True where `optimizer.step` cannot be called without a closure."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return _needs_closure(type(optimizer))
+
+
+@cache
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    parameter = inspect.signature(kind.step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 

@@ -22,11 +22,11 @@ from halfwise.core.plan import Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
-from halfwise.torch import gradients
 from halfwise.torch.apply import AppliedPlan
 from halfwise.torch.attempt import Attempt, Begun
 from halfwise.torch.closure import Closure, split_loss
 from halfwise.torch.evidence import Evidence, Trial
+from halfwise.torch.gradients import Gradients
 from halfwise.torch.healing import heal, heal_later_steps
 from halfwise.torch.localise import localise
 from halfwise.torch.loss_scale import LossScale
@@ -175,25 +175,24 @@ class Engine:
             self._trace.saw(loss)
         (self.scale.scaled(loss) if self.scaled else loss).backward()
 
-    def unscale(self) -> Begun:
-        """Unscales and measures the gradients, once per step."""
+    def unscale(self) -> tuple[Gradients, Tensor]:
+        """Unscales and measures the gradients, once per step; returns them and their norm."""
         begun = self.begun or self.begin()
-        if begun.norm is None:
+        if begun.unscaled is None:
             if self._trace is not None:
                 parameters = list(self.trained())
                 begun.diagnosis = self._trace.finish(parameters, loss_scale=self.loss_scale, device=self.device_type)
                 self._trace = None
-            begun.views = gradients.dense_views(self.trained())
+            gradients = Gradients(self.trained())
             if self.scaled:
-                gradients.unscale(begun.views, self.scale.value)
-            begun.norm = gradients.total_norm(begun.views)
-        return begun
+                gradients.unscale_(self.scale.value)
+            begun.unscaled = gradients, gradients.norm()
+        return begun.unscaled
 
     def clip(self, max_norm: float) -> Tensor:
         """Clips the unscaled gradients; returns their norm before."""
-        begun = self.unscale()
-        norm = begun.norm if begun.norm is not None else torch.zeros(())
-        gradients.clip(begun.views, norm, max_norm)
+        gradients, norm = self.unscale()
+        gradients.clip_(norm, max_norm)
         return norm
 
     def measured(self, output: Any, *, may_step: bool = False, max_norm: float | None = None) -> Attempt:
@@ -202,21 +201,23 @@ class Engine:
         Where the step `may_step` and the device can leave it out by itself, the optimizers' step is queued before the
         host waits for the numbers.
         """
-        begun = self.unscale()
-        if not begun.views or begun.norm is None:
+        begun = self.begun or self.begin()
+        gradients, norm = self.unscale()
+        if not gradients.groups:
             raise UsageError(
                 "no parameter of the optimizer got a gradient; "
                 "call backward on a loss that is computed from the parameters that the optimizer was made from"
             )
         loss = begun.losses[0] if len(begun.losses) == 1 else torch.stack([x.reshape(()) for x in begun.losses]).sum()
-        numbers = torch.stack((begun.norm, loss.to(begun.norm.device, torch.float32).reshape(())))
+        loss = loss.reshape(())
+        numbers = torch.stack((norm, loss.to(norm.device, torch.float32)))
         if may_step and self.suppresses:
             if max_norm is not None:
                 self.clip(max_norm)
             step_unless_unsound(self.optimizers, *numbers)
             begun.stepped = True
         norm_value, loss_value = numbers.tolist()
-        return Attempt(loss.reshape(()), output, loss_value, norm_value)
+        return Attempt(loss, output, loss_value, norm_value)
 
     def finish(self, attempt: Attempt, closures: tuple[Closure, ...] | None, max_norm: float | None) -> StepResult:
         """Applies or skips the step, after healing where the guard can, and ends it."""
@@ -266,8 +267,10 @@ class Engine:
 
     def judge(self, attempt: Attempt) -> Action:
         """The guard's word on an attempt; without a guard, apply or skip."""
+        if attempt.sound:
+            return "apply"
         if not self.guard:
-            return "apply" if attempt.sound else "skip"
+            return "skip"
         seen = Observation(
             loss_finite=attempt.loss_finite,
             gradients_sound=attempt.gradients_sound,

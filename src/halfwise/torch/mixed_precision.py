@@ -205,7 +205,7 @@ class MixedPrecision:
         """
         self._check_open()
         begun = self._engine.begun
-        if begun is not None and begun.norm is not None:
+        if begun is not None and begun.unscaled is not None:
             raise UsageError(
                 "backward() after unscale_() or clip_grad_norm_() in one step would add scaled to unscaled gradients; "
                 "call backward() for all losses first, then clip_grad_norm_(), then optimizer_step()"

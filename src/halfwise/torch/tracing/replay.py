@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfwise.torch.closure import Closure, Region, split_loss
-from halfwise.torch.gradients import LARGEST_NORM, dense_views, total_norm
+from halfwise.torch.gradients import LARGEST_NORM, Gradients
 from halfwise.torch.names import unwrap
 from halfwise.torch.region import device_type_of
 from halfwise.torch.region import region as region_of
@@ -109,10 +109,11 @@ def _backward(loss: Tensor, factor: float, trace: Trace | None) -> list[int]:
 
 def _sound(leaves: Sequence[Tensor], scale: float) -> bool:
     with torch.no_grad():
-        views = dense_views(leaves)
-        if scale != 1.0 and views:
-            torch._foreach_mul_(views, 1.0 / scale)
-        return math.isfinite(float(total_norm(views).square()))
+        gradients = Gradients(leaves)
+        if scale != 1.0:
+            for group in gradients.groups:
+                torch._foreach_mul_(group, 1.0 / scale)
+        return math.isfinite(float(gradients.norm().square()))
 
 
 def nonfinite_gradients(trace: Trace, leaves: Sequence[Tensor]) -> tuple[int, ...]:
