@@ -59,7 +59,7 @@ class MissingDependencyError(HalfwiseError, ImportError):
 
 
 class TrainingStopped(HalfwiseError, RuntimeError):
-    """The guard stopped the run: changing precision cannot help. The weights are those of the last healthy step.
+    """The guard stopped the run: changing precision cannot help. The weights are those of the last applied step.
 
     Attributes:
         diagnosis: what was found: verdict, module, operation, direction, source line, ranges.

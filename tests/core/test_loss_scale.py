@@ -124,6 +124,9 @@ def test_recovers_from_any_number_of_overflows() -> None:
         {"growth_interval": 0},
         {"hysteresis": 0},
         {"growth_delay": -1},
+        {"growth_interval": 2.5},
+        {"hysteresis": True},
+        {"initial": "65536"},
     ],
 )
 def test_refuses_settings_out_of_range(values: dict[str, float]) -> None:

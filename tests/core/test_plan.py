@@ -68,6 +68,9 @@ def test_names_of_modules_that_do_not_exist_are_given() -> None:
         lambda: Rule(path="a", compute="float32", reason="because"),  # type: ignore[arg-type]
         lambda: Rule(path="a", compute="float32", parameters="half"),
         lambda: Default(compute="half"),
+        lambda: Default(compute=None),  # type: ignore[arg-type]
+        lambda: Plan.manual(["a"]),  # type: ignore[arg-type]
+        lambda: Plan.manual(default=None),  # type: ignore[arg-type]
         lambda: plan(Rule(path="a", compute="float32"), Rule(path="a", compute="float16")),
     ],
 )

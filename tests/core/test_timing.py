@@ -43,3 +43,9 @@ def test_every_layer_has_float32_and_formats_exist() -> None:
         TimingTable({"a": {"bfloat16": 1.0}})
     with pytest.raises(PolicyError, match="half"):
         TimingTable({"a": {"float32": 1.0, "half": 1.0}})
+
+
+@pytest.mark.parametrize("seconds", [{"a": 1.0}, [("a", 1.0)], 3])
+def test_other_shapes_are_refused(seconds: object) -> None:
+    with pytest.raises(UsageError, match="does not map layers to times"):
+        TimingTable(seconds)  # type: ignore[arg-type]

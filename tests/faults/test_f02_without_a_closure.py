@@ -87,14 +87,55 @@ def test_what_no_precision_can_heal_stops_the_run(policy: str) -> None:
 
 
 def test_an_interrupted_trace_leaves_no_mode_behind() -> None:
+    def mode() -> object:
+        return torch.utils._python_dispatch._get_current_dispatch_mode()
+
     model = Net()
     with hw.MixedPrecision(model, torch.optim.SGD(model.parameters()), "mixed_float16", log=lambda _: None) as mp:
         step(mp, model)
         with mp.autocast():
             model(X)
-        assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
-        mp.zero_grad()
-        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        assert mode() is not None
+        with pytest.raises(KeyboardInterrupt), mp.autocast():
+            raise KeyboardInterrupt
+        assert mode() is None
         with mp.autocast():
             model(X)
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        assert mode() is not None
+    assert mode() is None
+
+
+@pytest.mark.parametrize("where", ["before the forward pass", "between forward and backward", "at the end"])
+def test_it_does_not_matter_where_gradients_are_cleared(where: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters(), 1e-4), "mixed_float16", log=lambda _: None) as mp:
+        for _ in range(8):
+            if where == "before the forward pass":
+                mp.zero_grad()
+            with mp.autocast():
+                loss = (model(X * 3e5) * 1e-5).float().square().mean()
+            if where == "between forward and backward":
+                mp.zero_grad()
+            mp.backward(loss)
+            result = mp.optimizer_step()
+            if where == "at the end":
+                mp.zero_grad()
+        assert [incident.kind for incident in mp.incidents][:1] == ["healed"]
+        assert result.applied
+        assert torch.isfinite(model[1].running_mean).all()  # type: ignore[arg-type]
+
+
+def test_steps_that_cannot_be_traced_are_told_and_stop_the_run_in_the_end() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Net()
+    with hw.MixedPrecision(model, torch.optim.SGD(model.parameters()), "mixed_float16", log=lambda _: None) as mp:
+
+        def counted_steps() -> None:
+            for _ in range(12):
+                with FlopCounterMode(display=False):
+                    step(mp, model)
+
+        with pytest.raises(TrainingStopped, match="could not be traced"):
+            counted_steps()
+        assert [incident.kind for incident in mp.incidents] == ["reported"] * 3 + ["stopped"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import halfwise.torch as hw
 from halfwise.core.plan import Plan
@@ -59,6 +59,20 @@ def test_the_trial_decides(half: tuple[float, float], full: tuple[float, float],
 
 def test_without_a_trial_the_layers_times_decide() -> None:
     assert gathered(nn.Sequential(nn.Linear(4, 2)), [1.0, 1.5, 2.0]).plan(None).uses("bfloat16")
+
+
+def test_a_step_that_half_precision_cannot_run_keeps_float32() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+
+    def only_float32() -> Tensor:
+        output: Tensor = model(X)
+        if output.dtype is not torch.float32:
+            raise TypeError("float32 only")
+        return output.square().mean()
+
+    plan = gathered(model, [1.0, 1.5, 2.0]).plan(Trial(model, (only_float32,)))
+    assert (plan.default.compute, plan.default.reason) == ("float32", "operation")
+    assert "float32 only" in plan.default.detail
 
 
 def test_a_real_trial_leaves_no_trace_and_repeats_itself() -> None:

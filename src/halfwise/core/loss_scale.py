@@ -11,7 +11,7 @@ The presets reproduce, flag for flag, torch's `torch.amp.GradScaler` and DeepSpe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from halfwise.errors import PolicyError
 
@@ -54,6 +54,11 @@ class LossScaleSettings:
     growth_delay: int = 0
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            value, whole = getattr(self, item.name), item.name in ("growth_interval", "hysteresis", "growth_delay")
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                kind = "an integer" if whole else "a number"
+                raise PolicyError(f"loss scale setting {item.name} = {value!r} is no such thing; allowed: {kind}")
         _require(
             LOWEST_FLOOR <= self.floor <= self.ceiling, "floor", self.floor, f"2^-14 to the ceiling ({self.ceiling:g})"
         )

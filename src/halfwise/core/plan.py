@@ -173,6 +173,8 @@ class Plan:
         loss_scale: LossScaleSettings | None = None,
     ) -> Plan:
         """A plan set by hand: compute formats by module path or pattern (a key with a `*`)."""
+        if layers is not None and not isinstance(layers, Mapping):
+            raise PlanError(f"layers is {layers!r}; give a mapping of module paths to formats: {{'head': 'float32'}}")
         rules = tuple(
             Rule(pattern=key, compute=compute) if "*" in key else Rule(path=key, compute=compute)
             for key, compute in (layers or {}).items()
@@ -289,7 +291,8 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
 def _check_formats(entry: Default | Rule, where: str) -> None:
     for name in ("compute", *_STORAGE):
         value = getattr(entry, name)
-        if value is not None and value not in FORMATS:
+        optional = isinstance(entry, Rule) and name != "compute"
+        if not (value is None and optional) and value not in FORMATS:
             raise PlanError(f"{where!r} has {name} = {value!r}; allowed: {', '.join(FORMATS)}")
 
 

@@ -33,16 +33,23 @@ class TimingTable:
     cut_short: frozenset[tuple[str, str]] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.seconds, Mapping) or not all(isinstance(t, Mapping) for t in self.seconds.values()):
+            raise UsageError(
+                f"timing table: {self.seconds!r:.60} does not map layers to times; "
+                "give {'fc': {'float32': 2e-3}}"
+            )
         for path, times in self.seconds.items():
             if "float32" not in times:
                 raise UsageError(
-                    f"timing table: layer {path!r} has no time for 'float32'; every format is compared with it"
+                    f"timing table: {self.seconds!r:.60} does not map layers to times; "
+                "give {'fc': {'float32': 2e-3}}"
                 )
             for name, seconds in times.items():
                 get_format(name)
                 if not seconds > 0.0:
                     raise UsageError(
-                        f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number"
+                        f"timing table: {self.seconds!r:.60} does not map layers to times; "
+                "give {'fc': {'float32': 2e-3}}"
                     )
 
     @property

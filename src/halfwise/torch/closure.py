@@ -55,6 +55,8 @@ def split_loss(returned: Any) -> tuple[Tensor, Any]:
             f"the closure returned a loss of shape {tuple(loss.shape)}; it must have one element: "
             "reduce it, say with .mean()"
         )
+    if not loss.is_floating_point():
+        raise UsageError(f"the closure returned a loss of dtype {loss.dtype}; it must be a real floating-point number")
     if not loss.requires_grad:
         raise UsageError(
             "the closure returned a loss that depends on no trainable parameter (requires_grad is False); "

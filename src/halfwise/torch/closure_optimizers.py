@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfwise.errors import UsageError
 from halfwise.torch.attempt import Attempt
-from halfwise.torch.closure import Closure
+from halfwise.torch.closure import Closure, check_replayed
 from halfwise.torch.healing import heal
 from halfwise.torch.result import StepResult
 
@@ -37,20 +36,21 @@ class _UnsoundError(Exception):
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """True where `optimizer.step` cannot be called without a closure."""
-    return _needs_closure(type(optimizer))
-
-
-@cache
-def _needs_closure(kind: type[Optimizer]) -> bool:
-    parameter = inspect.signature(kind.step).parameters.get("closure")
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def step_inside_optimizer(engine: Engine, closures: tuple[Closure, ...], max_norm: float | None) -> StepResult:
+def step_inside_optimizer(
+    engine: Engine, closures: tuple[Closure, ...], max_norm: float | None, expected: float | None
+) -> StepResult:
     """One step of the only optimizer, which evaluates the closures as often as it likes.
 
+    Args:
+        engine, closures, max_norm: as in `MixedPrecision.step`.
+        expected: the loss that the first evaluation must give; None does not check it.
+
     Raises:
-        UsageError: there are several optimizers; they could not be stepped all or none.
+        UsageError: there are several optimizers, which could not be stepped all or none; or the loss is another one.
     """
     if len(engine.optimizers) != 1:
         raise UsageError(
@@ -60,16 +60,20 @@ def step_inside_optimizer(engine: Engine, closures: tuple[Closure, ...], max_nor
     (optimizer,) = engine.optimizers
     weights = [p.detach().clone() for p in engine.trained()]
     optimizer_state = copy.deepcopy(optimizer.state_dict())
+
+    def restore() -> None:
+        with torch.no_grad():
+            for parameter, kept in zip(engine.trained(), weights, strict=True):
+                parameter.copy_(kept)
+        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+
     engine.begin()
     incident, retries = None, 0
     while True:
         try:
-            first = _run(engine, optimizer, closures, max_norm)
+            first = _run(engine, optimizer, closures, max_norm, expected)
         except _UnsoundError as unsound:
-            with torch.no_grad():
-                for parameter, kept in zip(engine.trained(), weights, strict=True):
-                    parameter.copy_(kept)
-            optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+            restore()
             attempt = unsound.attempt
             if engine.judge(attempt) == "localise":
                 attempt, incident, tries = heal(engine, closures, attempt)
@@ -78,11 +82,20 @@ def step_inside_optimizer(engine: Engine, closures: tuple[Closure, ...], max_nor
                     engine.rewind()
                     continue
             return engine.ended(attempt, engine.loss_scale, incident, retries, closures)
+        except BaseException:
+            restore()
+            raise
         engine.applied(first)
         return engine.ended(first, engine.loss_scale, incident, retries, closures)
 
 
-def _run(engine: Engine, optimizer: Optimizer, closures: tuple[Closure, ...], max_norm: float | None) -> Attempt:
+def _run(
+    engine: Engine,
+    optimizer: Optimizer,
+    closures: tuple[Closure, ...],
+    max_norm: float | None,
+    expected: float | None,
+) -> Attempt:
     attempts: list[Attempt] = []
 
     def evaluate() -> Tensor:
@@ -90,6 +103,8 @@ def _run(engine: Engine, optimizer: Optimizer, closures: tuple[Closure, ...], ma
         if engine.begun is not None:
             engine.begun.clear()
         attempt = engine.attempt(closures)
+        if expected is not None and not attempts:
+            check_replayed(expected, attempt.loss_value)
         if not attempt.sound:
             raise _UnsoundError(attempt)
         if max_norm is not None:

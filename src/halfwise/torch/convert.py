@@ -71,6 +71,10 @@ def to_precision(value: Convertible, format_name: str) -> Convertible:
     def convert(name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{name or 'the tensor'} has the layout {tensor.layout}; convert its dense form: .to_dense()"
+            )
         if id(tensor) not in seen:
             seen[id(tensor)] = converted = _rounded(tensor, format_name)
             if bool((~torch.isfinite(converted.float()) & torch.isfinite(tensor.float())).any()):
@@ -99,7 +103,7 @@ def conversion_account(value: Tensor | nn.Module | Mapping[str, Any], format_nam
     account: dict[str, Loss] = {}
 
     def weigh(name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
             account[name] = _loss(tensor.detach(), format_name)
         return tensor
 
@@ -116,10 +120,20 @@ def _map(value: Any, function: Any) -> Any:
         module = copy.deepcopy(value)
         names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         return module._apply(lambda tensor: function(names.get(id(tensor), "?"), tensor))
-    if isinstance(value, Mapping):
-        items = {key: function(str(key), item) if isinstance(item, Tensor) else item for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]  # OrderedDict and its like
+    if isinstance(value, dict):
+        return _map_dict(value, function, "")
     raise UsageError(f"cannot convert {type(value).__name__}; give a tensor, a torch.nn.Module or a state dict")
+
+
+def _map_dict(value: dict[Any, Any], function: Any, prefix: str) -> dict[Any, Any]:
+    changed = copy.copy(value)  # an OrderedDict with the `_metadata` that torch keeps on it, a defaultdict, ...
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Tensor):
+            changed[key] = function(name, item)
+        elif isinstance(item, dict):
+            changed[key] = _map_dict(item, function, f"{name}.")
+    return changed
 
 
 def _rounded(tensor: Tensor, format_name: str) -> Tensor:

@@ -25,6 +25,7 @@ from halfwise.errors import UsageError
 from halfwise.torch.apply import AppliedPlan
 from halfwise.torch.attempt import Attempt, Begun
 from halfwise.torch.closure import Closure, split_loss
+from halfwise.torch.closure_optimizers import needs_closure
 from halfwise.torch.evidence import Evidence, Trial
 from halfwise.torch.gradients import Gradients
 from halfwise.torch.healing import heal, heal_later_steps
@@ -74,11 +75,13 @@ class Engine:
         self.incidents: list[Incident] = []
         self.guard_state = GuardState()
         self.steps = 0
+        self._told_what_never_ran = False
         self.skipped_steps = 0
         self.begun: Begun | None = None
         self.scale = LossScale(LossScaleSettings())
         self.evidence: Evidence | None = None
         self.suppresses = self.device_type == "cuda" and can_suppress(self.optimizers)  # a CPU has nothing to wait for
+        self.steps_in_optimizer = any(needs_closure(optimizer) for optimizer in self.optimizers)
         self.armed = False  # the next step without a closure is to be traced
         self._trace: ArmedTrace | None = None
         self._buffers = BufferCopies(model)
@@ -135,7 +138,8 @@ class Engine:
         self._buffers.save()
         if may_trace and self.armed and ArmedTrace.possible():
             self._trace = ArmedTrace(self.model)
-        self.armed = False
+            self.armed = False
+        torch.clear_autocast_cache()  # inside a region of the caller's own it would keep casts of earlier weights
         self.begun = Begun(RandomState(self.devices))
         return self.begun
 
@@ -186,6 +190,8 @@ class Engine:
             gradients = Gradients(self.trained())
             if self.scaled:
                 gradients.unscale_(self.scale.value)
+            if self.evidence is not None:
+                self.evidence.record_gradients()
             begun.unscaled = gradients, gradients.norm()
         return begun.unscaled
 
@@ -210,7 +216,7 @@ class Engine:
             )
         loss = begun.losses[0] if len(begun.losses) == 1 else torch.stack([x.reshape(()) for x in begun.losses]).sum()
         loss = loss.reshape(())
-        numbers = torch.stack((norm, loss.to(norm.device, torch.float32)))
+        numbers = torch.stack((norm.float(), loss.to(norm.device, torch.float32)))
         if may_step and self.suppresses:
             if max_norm is not None:
                 self.clip(max_norm)
@@ -249,10 +255,13 @@ class Engine:
         if not attempt.sound:
             self._buffers.restore()
             self.skipped_steps += 1
+            if self.evidence is not None:
+                self.evidence.drop_step()
         if self.scaled:
             self.scale.update(not attempt.sound)
         self.steps += 1
         self.begun = None
+        self._say_what_never_ran()
         if self.evidence is not None and self.evidence.complete:
             self._decide(self.evidence, closures)
         return StepResult(
@@ -264,6 +273,15 @@ class Engine:
             incident=incident,
             retries=retries,
         )
+
+    def _say_what_never_ran(self) -> None:
+        """After the first step under a plan: rules without effect, such as one for a child that is never called."""
+        if self.plan is None or self._told_what_never_ran:
+            return
+        self._told_what_never_ran = True
+        if idle := self._applied.never_ran():
+            names = ", ".join(map(repr, idle[:5])) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
+            self.log(f"the plan's rules for {names} had no effect: these modules' forward was not called in this step")
 
     def judge(self, attempt: Attempt) -> Action:
         """The guard's word on an attempt; without a guard, apply or skip."""
@@ -303,8 +321,9 @@ class Engine:
         return incident
 
     def trained(self) -> Iterable[Tensor]:
-        """The parameters of the optimizers."""
-        return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        """The parameters of the optimizers, each once."""
+        everything = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        return everything if len(self.optimizers) == 1 else {id(p): p for p in everything}.values()
 
     def clear_gradients(self) -> None:
         """Sets all gradients to None, also those of parameters that no optimizer trains."""
@@ -317,6 +336,8 @@ class Engine:
         """The mean loss of the batch, computed without leaving a trace."""
         with rehearsal(self.model), self.region():
             losses = [split_loss(closure())[0].detach().float().reshape(()) for closure in closures]
+        if self.evidence is not None:
+            self.evidence.drop_step()  # a closure that enters the region itself was observed
         return float(torch.stack(losses).mean())
 
     def abandon(self) -> None:

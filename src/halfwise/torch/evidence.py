@@ -14,10 +14,11 @@ from halfwise.core.plan import Plan
 from halfwise.core.planner import LEAST_GAIN, float32_plan, plan_from
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
+from halfwise.errors import UsageError
 from halfwise.torch.apply import AppliedPlan
 from halfwise.torch.closure import Closure, split_loss
 from halfwise.torch.measure import LayerTimer, half_formats, now
-from halfwise.torch.names import unwrap
+from halfwise.torch.names import named_layers, unwrap
 from halfwise.torch.profile import Recorder, eager
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.snapshot import rehearsal
@@ -38,7 +39,10 @@ class Evidence:
     """
 
     def __init__(self, model: nn.Module, *, tolerance: float, timing: TimingTable | None) -> None:
+        if timing is not None:
+            _check_timing(timing, model)
         self._model = model
+        self._observing = False
         self._tolerance = tolerance
         self._supplied = timing
         self._recorder = Recorder(model)
@@ -63,17 +67,32 @@ class Evidence:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Around the forward and backward pass of one step."""
-        with ExitStack() as stack:
-            stack.enter_context(eager())
-            stack.enter_context(self._recorder.recording())
-            if self._supplied is None and len(self._losses) == EVIDENCE_STEPS - 1:
-                stack.enter_context(self._timer.timing())
+        if self._observing:  # a closure that enters the region itself is seen once
             yield
+            return
+        self._observing = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(eager())
+                stack.enter_context(self._recorder.recording())
+                if self._supplied is None and len(self._losses) == EVIDENCE_STEPS - 1:
+                    stack.enter_context(self._timer.timing())
+                yield
+        finally:
+            self._observing = False
+
+    def record_gradients(self) -> None:
+        """Takes the weights and their gradients into the step's evidence: unscaled, and before they are clipped."""
+        self._recorder.record_parameters()
 
     def add_step(self, loss: float) -> None:
-        """Ends a step that was applied, while its gradients are there, unscaled."""
-        self._recorder.record_parameters()
+        """Ends a step that was applied."""
+        self._recorder.keep()
         self._losses.append(loss)
+
+    def drop_step(self) -> None:
+        """Ends a step that was skipped: one bad batch says nothing about the layers."""
+        self._recorder.discard()
 
     def plan(self, trial: Trial | None) -> Plan:
         """The plan, tried out against float32 where the timing was measured here and a `trial` can be made."""
@@ -84,6 +103,13 @@ class Evidence:
         return self._confirmed(plan, trial, name)
 
     def _confirmed(self, plan: Plan, trial: Trial, name: str) -> Plan:
+        try:
+            return self._tried(plan, trial, name)
+        except Exception as error:  # a trial must never end a training
+            detail = f"tried on a whole step: {plan.default.compute} cannot run it: {error}"
+            return float32_plan(self.profile, self.timing, model=name, because=("operation", detail))
+
+    def _tried(self, plan: Plan, trial: Trial, name: str) -> Plan:
         full = float32_plan(self.profile, self.timing, model=name)
         trial(plan), trial(full)  # warm-up
         half_runs, full_runs = [], []
@@ -104,6 +130,14 @@ class Evidence:
             )
             return float32_plan(self.profile, self.timing, model=name, because=("sensitivity", detail))
         return plan
+
+
+def _check_timing(timing: TimingTable, model: nn.Module) -> None:
+    known = {path for path, _ in named_layers(model)}
+    unknown = [path for path in timing.seconds if path not in known]
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:5]))
+        raise UsageError(f"the timing table names layers that {type(unwrap(model)).__name__!r} does not have: {shown}")
 
 
 class Trial:

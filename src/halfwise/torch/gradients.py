@@ -38,6 +38,8 @@ class Gradients:
             if gradient.layout is not torch.strided:
                 gradient = parameter.grad = gradient.coalesce()
                 gradient = gradient._values()
+            if gradient.is_conj():
+                gradient = parameter.grad = gradient.resolve_conj()
             if gradient.is_complex():
                 gradient = torch.view_as_real(gradient)
             groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
@@ -50,17 +52,17 @@ class Gradients:
         """
         for group in self.groups:
             device = group[0].device
-            found = torch.zeros(1, device=device)
+            found = torch.zeros(1, dtype=torch.float32, device=device)
             inverse = torch.full((1,), scale, dtype=torch.float64, device=device).reciprocal().float()
             torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm over all gradients, float32, no dimensions, on the first one's device; zero without gradients."""
+        """The 2-norm over all gradients: no dimensions, the first one's device, float32 (float64 where all are)."""
         norms = [norm for group in self.groups for norm in torch._foreach_norm(group)]
         if not norms:
-            return torch.zeros(())
-        if len(self.groups) > 1 or norms[0].dtype is not torch.float32:
+            return torch.zeros((), dtype=torch.float32)
+        if len(self.groups) > 1:
             norms = [norm.to(norms[0].device, torch.float32) for norm in norms]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total

@@ -56,14 +56,18 @@ def heal(engine: Engine, closures: tuple[Closure, ...], attempt: Attempt) -> Out
 def heal_later_steps(engine: Engine, diagnosis: Diagnosis | None) -> Incident | None:
     """After a failed step without a closure, which cannot be tried again: changes precision for the steps to come.
 
-    Without a `diagnosis`, that is after the first failure, the next step is traced to get one.
+    Without a `diagnosis`, that is after the first failure, the next step is traced to get one. Where that was asked for
+    and could not be done (another dispatch mode is active), the failure counts as one that cannot be healed.
 
     Raises:
         TrainingStopped: as `heal` does.
     """
-    if diagnosis is None:
+    if diagnosis is None and not engine.armed:
         engine.armed = True
         return None
+    if diagnosis is None:
+        detail = "the step could not be traced, because another dispatch mode (a profiler, a FLOP counter) is active"
+        diagnosis = Diagnosis("not_reproducible", detail=detail)
     engine.guard_state, conclusion = conclude(engine.guard_state, diagnosis)
     if conclusion == "demote" and engine.guard != "report":
         plan = _next_plan(engine, diagnosis, last_resort=False)

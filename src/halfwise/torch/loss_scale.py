@@ -9,6 +9,7 @@ have to be kept equal to the specification.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -91,6 +92,8 @@ class LossScale:
                 f"not the state of a loss scale: the keys {missing} are missing; "
                 f"give mp.state_dict() or the state_dict() of a torch.amp.GradScaler ({', '.join(_GRAD_SCALER_KEYS)})"
             )
+        if not 0.0 < float(state["scale"]) < math.inf:
+            raise UsageError(f"the state's scale is {state['scale']!r}; a loss scale is positive and finite")
         bounded = min(max(float(state["scale"]), self.settings.floor), self.settings.ceiling)
         self.settings = replace(
             self.settings,

@@ -7,6 +7,7 @@ that the format is slower here is all that a planner needs to know.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,8 @@ from halfwise.torch.region import region
 from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of
 
 __all__ = ["LayerTimer", "half_formats", "now"]
+
+_LOG = logging.getLogger("halfwise")
 
 _LEAST_ROUNDS = 3
 _WARM_UPS = 5
@@ -47,6 +50,7 @@ class LayerTimer:
         self._device_type = device_type
         self._formats = tuple(formats)
         self._layers = {path: module for path, module in profiled_layers(model).items() if _is_timed(module)}
+        self._visited: set[str] = set()  # a layer that is called again, or calls itself, is timed once
         self._seconds: dict[str, dict[str, float]] = {}
         self._cut_short: set[tuple[str, str]] = set()
 
@@ -65,14 +69,18 @@ class LayerTimer:
             yield
 
     def _before_forward(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if path in self._seconds or not torch.is_grad_enabled():
+        if path in self._visited or not torch.is_grad_enabled():
             return
-        self._seconds[path] = {"float32": 1e-9}  # taken: a layer that calls itself is timed once
+        self._visited.add(path)
         random_state = RandomState(devices_of(module))
         buffers = BufferCopies(module)
         buffers.save()
         try:
-            self._seconds[path] = self._measure(path, module, args, kwargs)
+            # what the probes save for backward is no affair of checkpointing or offloading around the real pass
+            with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+                self._seconds[path] = self._measure(path, module, args, kwargs)
+        except Exception as error:  # a probe must never end a training
+            _LOG.info("layer %r could not be timed and keeps float32: %s", path, error)
         finally:
             buffers.restore()
             random_state.restore()
@@ -87,10 +95,14 @@ class LayerTimer:
         for name in self._formats:
             limit = min(times["float32"])
             quickest = float("inf")
-            for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
-                quickest = min(quickest, probe(name, limit))
-                if quickest <= limit or quickest > _HOPELESS * limit:
-                    break
+            try:
+                for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
+                    quickest = min(quickest, probe(name, limit))
+                    if quickest <= limit or quickest > _HOPELESS * limit:
+                        break
+            except Exception as error:  # what fails is not chosen
+                _LOG.info("layer %r cannot run in %s: %s", path, name, error)
+                continue
             if quickest > limit:
                 self._cut_short.add((path, name))
                 result[name] = quickest
@@ -114,7 +126,7 @@ def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str, name: str, limit: float
 ) -> float:
     """Seconds of one forward and backward; of the forward alone where that already exceeds `limit`."""
-    args, kwargs = map_tensors(args, _detached), map_tensors(kwargs, _detached)
+    args, kwargs = map_tensors(args, _own_copy), map_tensors(kwargs, _own_copy)
     parameters = [p for p in module.parameters() if p.requires_grad]
     inputs = [t for t in (*floating_tensors(args), *floating_tensors(kwargs)) if t.requires_grad]
     start = now(device_type)
@@ -126,14 +138,22 @@ def _forward_and_backward(
     if limit != float("inf") and (forward := now(device_type) - start) > limit:
         return forward
     ones = [torch.ones_like(t) for t in outputs]
-    torch.autograd.grad(outputs, [*inputs, *parameters], ones, allow_unused=True)
+    # the graph is kept because a part of it may be the real pass's: weights that a parametrization computed before
+    torch.autograd.grad(outputs, [*inputs, *parameters], ones, allow_unused=True, retain_graph=True)
     return now(device_type) - start
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A copy that the layer may write into; one with a gradient is no leaf, so that in-place operations are allowed."""
     if not tensor.is_floating_point():
-        return tensor
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+        return tensor.detach().clone()
+    if not tensor.requires_grad:
+        return tensor.detach().clone()
+    return tensor.detach().requires_grad_().clone()
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def now(device_type: str) -> float:

@@ -22,11 +22,11 @@ from halfwise.errors import TrainingStopped, UsageError
 from halfwise.torch import state
 from halfwise.torch.apply import disabled
 from halfwise.torch.closure import Closure, as_closures, check_replayed, split_loss
-from halfwise.torch.closure_optimizers import needs_closure, step_inside_optimizer
+from halfwise.torch.closure_optimizers import step_inside_optimizer
 from halfwise.torch.engine import Engine
 from halfwise.torch.names import unwrap
 from halfwise.torch.result import StepResult
-from halfwise.torch.validate import as_optimizers, as_policy, check_model, check_options
+from halfwise.torch.validate import as_optimizers, as_policy, check_max_norm, check_model, check_options
 
 __all__ = ["MixedPrecision"]
 
@@ -85,7 +85,7 @@ class MixedPrecision:
         log: Callable[[str], None] | None = None,
         timing: TimingTable | None = None,
     ) -> None:
-        check_options(guard=guard, tolerance=tolerance, objective=objective)
+        check_options(guard=guard, tolerance=tolerance, objective=objective, timing=timing, log=log)
         optimizers = as_optimizers(optimizer)
         check_model(model, optimizers)
         name, plan = as_policy(policy, model)
@@ -93,6 +93,7 @@ class MixedPrecision:
             name, plan, guard = "float32", Plan.manual(), False
         self._policy = name
         self._closed = False
+        self._stepping = False
         self._replay_checked = not guard
         self._engine: Engine
         _take_over(model, self)
@@ -159,15 +160,19 @@ class MixedPrecision:
         Raises:
             UsageError: the closure returns no loss, draws a new batch at each call, or reaches
                 no parameter of the optimizer.
-            TrainingStopped: the guard gave up. Weights, optimizer and buffers are those of the last healthy step.
+            TrainingStopped: the guard gave up. Weights, optimizer and buffers are those of the last applied step.
         """
         self._check_open()
         closures = as_closures(closure)
+        check_max_norm(clip_grad_norm)
         engine = self._engine
-        expected = None if self._replay_checked else engine.rehearsed_loss(closures)
+        if self._stepping:
+            raise UsageError("step() was called inside a closure of step(); call it once per batch, outside")
+        self._stepping = True
         try:
-            if any(needs_closure(optimizer) for optimizer in engine.optimizers):
-                result = step_inside_optimizer(engine, closures, clip_grad_norm)
+            expected = None if self._replay_checked else engine.rehearsed_loss(closures)
+            if engine.steps_in_optimizer:
+                result = step_inside_optimizer(engine, closures, clip_grad_norm, expected)
             else:
                 engine.begin()
                 engine.clear_gradients()
@@ -181,6 +186,8 @@ class MixedPrecision:
         except BaseException:
             engine.abandon()
             raise
+        finally:
+            self._stepping = False
         self._replay_checked = True
         return result
 
@@ -191,11 +198,16 @@ class MixedPrecision:
         """The precision region, for forward pass and loss, or for evaluation (under `torch.no_grad()`)."""
         self._check_open()
         engine = self._engine
-        training = torch.is_grad_enabled()
+        training = torch.is_grad_enabled() and (engine.model.training or engine.armed)
         if training and engine.begun is None:
             engine.begin(may_trace=True)
-        with engine.observing() if training else nullcontext(), engine.region():
-            yield
+        try:
+            with engine.observing() if training else nullcontext(), engine.region():
+                yield
+        except BaseException:
+            if not self._stepping:
+                engine.abandon()
+            raise
 
     def backward(self, loss: Tensor) -> None:
         """Scales the loss and goes backward; the gradients of several calls add up.
@@ -210,7 +222,12 @@ class MixedPrecision:
                 "backward() after unscale_() or clip_grad_norm_() in one step would add scaled to unscaled gradients; "
                 "call backward() for all losses first, then clip_grad_norm_(), then optimizer_step()"
             )
-        self._engine.backward(split_loss(loss)[0])
+        loss, _ = split_loss(loss)
+        try:
+            self._engine.backward(loss)
+        except BaseException:
+            self._engine.abandon()
+            raise
 
     def unscale_(self) -> None:
         """Divides the gradients by the loss scale, once per step, however often it is called."""
@@ -223,6 +240,7 @@ class MixedPrecision:
         Returns the norm before as a float32 scalar.
         """
         self._check_begun("clip_grad_norm_")
+        check_max_norm(max_norm)
         return self._engine.clip(max_norm)
 
     def optimizer_step(self) -> StepResult:
@@ -246,10 +264,11 @@ class MixedPrecision:
             raise
 
     def zero_grad(self) -> None:
-        """Sets the gradients to None and forgets a step that was begun."""
+        """Sets the gradients to None; a step that went backward already is forgotten."""
         self._check_open()
         self._engine.clear_gradients()
-        self._engine.forget()
+        if self._engine.begun is not None and self._engine.begun.losses:
+            self._engine.forget()
 
     # Keeping and ending
 
@@ -268,7 +287,7 @@ class MixedPrecision:
             UsageError: it is neither; PlanError: its plan does not fit the model.
         """
         self._check_open()
-        state.load_state_dict(self._engine, saved)
+        self._policy = state.load_state_dict(self._engine, saved) or self._policy
 
     def close(self) -> None:
         """Restores the model exactly. Doing so twice is harmless."""

@@ -12,7 +12,7 @@ from halfwise.torch.closure import Closure, as_closures, split_loss
 from halfwise.torch.evidence import EVIDENCE_STEPS, Evidence, Trial
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.snapshot import rehearsal
-from halfwise.torch.validate import check_options
+from halfwise.torch.validate import check_module, check_options
 
 __all__ = ["plan"]
 
@@ -44,12 +44,14 @@ def plan(
         >>> hw.plan(model, lambda: model(torch.ones(8, 8)).square().mean(), timing=timing).compute("0")
         'bfloat16'
     """
-    check_options(guard=True, tolerance=tolerance, objective=objective)
+    check_module(model)
+    check_options(guard=True, tolerance=tolerance, objective=objective, timing=timing)
     closures = as_closures(closure)
     evidence = Evidence(model, tolerance=tolerance, timing=timing)
     for number in range(max(EVIDENCE_STEPS, len(closures))):
         with rehearsal(model), evidence.observing(), region(device_type_of(model), "float32"):
             loss, _ = split_loss(closures[number % len(closures)]())
             loss.backward()
+            evidence.record_gradients()
             evidence.add_step(float(loss.detach()))
     return evidence.plan(Trial(model, closures[-1:]))

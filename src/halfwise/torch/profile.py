@@ -9,7 +9,7 @@ which legitimately hold -inf, usually come as keyword arguments and are left out
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,18 +24,20 @@ from halfwise.torch.histogram import exponent_histogram
 from halfwise.torch.names import named_layers
 from halfwise.torch.nested import floating_tensors
 from halfwise.torch.snapshot import rehearsal
+from halfwise.torch.validate import check_module
 
 __all__ = ["Recorder", "eager", "is_whole", "profile", "profile_parameters", "profiled_layers"]
 
 
-def profile(model: nn.Module, closure: Closure) -> Profile:
-    """Exponent histograms of one forward and backward of `closure`, per layer and role.
+def profile(model: nn.Module, closure: Closure | Sequence[Closure]) -> Profile:
+    """Exponent histograms of one forward and backward of each closure, per layer and role.
 
     Weights, gradients, buffers and random-number generators are as before afterwards.
 
     Args:
         model: the module whose layers are profiled.
         closure: returns the loss, or a tuple that begins with it; runs in whatever precision it asks for itself.
+            Several are added up.
 
     Raises:
         UsageError: the closure does not return a loss that depends on a parameter.
@@ -47,13 +49,15 @@ def profile(model: nn.Module, closure: Closure) -> Profile:
         >>> found.get("0", "activation").total
         48
     """
-    (only,) = as_closures(closure)
+    check_module(model)
     recorder = Recorder(model)
-    with rehearsal(model):
-        with recorder.recording(), eager():
-            loss, _ = split_loss(only())
-            loss.backward()
-        recorder.record_parameters()
+    for one in as_closures(closure):
+        with rehearsal(model):
+            with recorder.recording(), eager():
+                loss, _ = split_loss(one())
+                loss.backward()
+            recorder.record_parameters()
+        recorder.keep()
     return recorder.profile
 
 
@@ -61,6 +65,7 @@ def profile_parameters(model: nn.Module) -> Profile:
     """Exponent histograms of the weights and of their gradients as they are now."""
     recorder = Recorder(model)
     recorder.record_parameters()
+    recorder.keep()
     return recorder.profile
 
 
@@ -79,7 +84,7 @@ def profiled_layers(model: nn.Module) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     inside_whole: set[int] = set()
     for path, module in named_layers(model):
-        if id(module) in inside_whole:
+        if id(module) in inside_whole or isinstance(module, torch.jit.ScriptModule):  # the latter takes no hooks
             continue
         if is_whole(module):
             inside_whole.update(id(child) for child in module.modules())
@@ -100,11 +105,23 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self._layers = profiled_layers(model)
         self._histograms: dict[tuple[str, Role], ExponentHistogram] = {}
+        self._step: dict[tuple[str, Role], ExponentHistogram] = {}
 
     @property
     def profile(self) -> Profile:
-        """What was gathered so far."""
+        """What was gathered and kept so far."""
         return Profile(self._histograms)
+
+    def keep(self) -> None:
+        """Adds what was recorded since the last call to the profile."""
+        for key, histogram in self._step.items():
+            earlier = self._histograms.get(key)
+            self._histograms[key] = histogram if earlier is None else earlier + histogram
+        self._step = {}
+
+    def discard(self) -> None:
+        """Forgets what was recorded since the last `keep`: a step that was not applied is no evidence."""
+        self._step = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -130,6 +147,20 @@ class Recorder:
                 tensor.register_hook(partial(self._add, path, "activation_gradient"))
 
     def _add(self, path: str, role: Role, tensor: Tensor) -> None:
+        if not _is_readable(tensor):
+            return
         histogram = exponent_histogram(tensor)
-        earlier = self._histograms.get((path, role))
-        self._histograms[path, role] = histogram if earlier is None else earlier + histogram
+        earlier = self._step.get((path, role))
+        self._step[path, role] = histogram if earlier is None else earlier + histogram
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """False for what has no floating values of its own to count: quantised weights, meta and functorch tensors, ..."""
+    return (
+        (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.device.type != "meta"
+        and not nn.parameter.is_lazy(tensor)
+        and not tensor.is_nested
+        and tensor.layout in (torch.strided, torch.sparse_coo)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfwise.core.plan import Default, Plan
-from halfwise.core.policy import compute_format, parse_policy
+from halfwise.core.policy import POLICIES, compute_format, parse_policy
+from halfwise.core.timing import TimingTable
 from halfwise.errors import PolicyError, UsageError
 from halfwise.torch.names import unwrap
 
-__all__ = ["as_optimizers", "as_policy", "check_model", "check_options"]
+__all__ = ["as_optimizers", "as_policy", "check_max_norm", "check_model", "check_module", "check_options"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -32,9 +33,7 @@ def as_policy(policy: str | Plan | PathLike[str], model: nn.Module) -> tuple[str
     """`(name of the policy, plan)`; the plan is None for `"auto"`, which makes one later."""
     if isinstance(policy, Plan):
         return "plan", policy
-    if isinstance(policy, PathLike) or (
-        isinstance(policy, str) and (policy.endswith(".toml") or Path(policy).is_file())
-    ):
+    if isinstance(policy, PathLike) or (isinstance(policy, str) and _is_plan_file(policy)):
         return "plan", Plan.load(fspath(policy))
     if not isinstance(policy, str):
         raise PolicyError(f"policy is {policy!r}; give a policy's name, a Plan, or the path of a plan file (plan.toml)")
@@ -47,14 +46,18 @@ def as_policy(policy: str | Plan | PathLike[str], model: nn.Module) -> tuple[str
     return name, Plan(model=type(unwrap(model)).__name__, default=default, loss_scale=plan.loss_scale)
 
 
+def _is_plan_file(policy: str) -> bool:
+    """A known policy's name is never a file, whatever lies in the working directory."""
+    return policy not in POLICIES and (policy.endswith(".toml") or Path(policy).is_file())
+
+
 def check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Checks that the optimizers train parameters of `model`, in float32.
 
     Raises:
         UsageError: they do not.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model is {type(model).__name__}; give a torch.nn.Module")
+    check_module(model)
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF]
     if half:
         raise UsageError(
@@ -76,7 +79,29 @@ def check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise UsageError("the optimizer has no parameters of this model; make it from this model's model.parameters()")
 
 
-def check_options(*, guard: object, tolerance: float, objective: str) -> None:
+def check_module(model: object) -> None:
+    """Checks that `model` is a module whose parameters have values."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is {type(model).__name__}; give a torch.nn.Module")
+    if any(nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
+        raise UsageError("the model has lazy parameters without a shape yet; run one batch through it first")
+    if any(p.is_meta for p in model.parameters()):
+        raise UsageError(
+            "the model has parameters on the meta device, without values; move it with to_empty() and load weights"
+        )
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    """Checks a norm to clip to."""
+    if max_norm is None:
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0.0:
+        raise UsageError(f"the norm to clip to is {max_norm!r}; give a positive number, or None")
+
+
+def check_options(
+    *, guard: object, tolerance: float, objective: str, timing: object = None, log: object = None
+) -> None:
     """Checks the keyword arguments of `MixedPrecision`."""
     if guard is not True and guard is not False and guard != "report":
         raise UsageError(f'guard is {guard!r}; allowed: True, "report", False')
@@ -84,6 +109,10 @@ def check_options(*, guard: object, tolerance: float, objective: str) -> None:
         raise UsageError(f"tolerance is {tolerance!r}; give a positive number, such as 0.1")
     if objective != "time":
         raise PolicyError(f"objective is {objective!r}; allowed: 'time'")
+    if timing is not None and not isinstance(timing, TimingTable):
+        raise UsageError(f"timing is {type(timing).__name__}; give a TimingTable, or None to measure")
+    if log is not None and not callable(log):
+        raise UsageError(f"log is {log!r}; give a function that takes a text, such as print, or None")
 
 
 def _some(names: list[str]) -> str:
