@@ -41,15 +41,13 @@ class TimingTable:
         for path, times in self.seconds.items():
             if "float32" not in times:
                 raise UsageError(
-                    f"timing table: {self.seconds!r:.60} does not map layers to times; "
-                "give {'fc': {'float32': 2e-3}}"
+                    f"timing table: layer {path!r} has no time for 'float32'; every format is compared with it"
                 )
             for name, seconds in times.items():
                 get_format(name)
                 if not seconds > 0.0:
                     raise UsageError(
-                        f"timing table: {self.seconds!r:.60} does not map layers to times; "
-                "give {'fc': {'float32': 2e-3}}"
+                        f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number"
                     )
 
     @property
