@@ -96,3 +96,12 @@ def test_python_m_halfwise_is_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "halfwise", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "Usage: halfwise" in done.stdout
+
+
+def test_version() -> None:
+    import halfwise
+
+    done = subprocess.run(
+        [sys.executable, "-m", "halfwise", "--version"], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == f"halfwise {halfwise.__version__}"

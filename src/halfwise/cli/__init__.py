@@ -6,8 +6,11 @@ that `halfwise --help` answers at once.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from halfwise import __version__
 from halfwise.cli.doctor import doctor
 from halfwise.cli.explain import explain
 from halfwise.cli.train import train
@@ -25,10 +28,19 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"halfwise {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
-    # With a callback a single command keeps its name.
-    pass
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself; `version` has done its work in its callback."""
 
 
 # One line per command, in the order in which the help lists them.
