@@ -101,7 +101,5 @@ def test_python_m_halfwise_is_the_same_command() -> None:
 def test_version() -> None:
     import halfwise
 
-    done = subprocess.run(
-        [sys.executable, "-m", "halfwise", "--version"], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "halfwise", "--version"], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == f"halfwise {halfwise.__version__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfwise.torch as hw
-from halfwise.errors import PlanError
+from halfwise.errors import PlanError, UsageError
 
 
 class Spy(nn.Linear):
@@ -98,15 +99,109 @@ def test_the_model_is_restored_exactly() -> None:
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
 
-def test_a_second_plan_replaces_the_first() -> None:
+def test_a_second_plan_replaces_the_first_until_it_is_removed() -> None:
     model = Net()
-    hw.apply(model, hw.Plan.manual({"head": "float32"}, default="float16"))
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    first = hw.apply(model, hw.Plan.manual({"head": "float32"}, default="float16"))
     second = hw.apply(model, hw.Plan.manual({"body.0": "float32"}, default="bfloat16"))
     model(X)
     assert computed(model) == [F32, BF16, BF16]
     second.remove()
     model(X)
+    assert computed(model) == [F16, F16, F32]
+    first.remove()
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_a_plan_that_was_removed_meanwhile_does_not_come_back() -> None:
+    model = Net()
+    first = hw.apply(model, hw.Plan.manual({"head": "bfloat16"}))
+    second = hw.apply(model, hw.Plan.manual({"body.0": "bfloat16"}))
+    first.remove()
+    model(X)
+    assert computed(model) == [BF16, F32, F32]  # the second stays in force
+    second.remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_model_in_training_keeps_its_rules() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hw.MixedPrecision(model, optimizer, hw.Plan.manual({"head": "float32"}, default="bfloat16")) as mp:
+        with hw.apply(model, hw.Plan.manual()):
+            model(X)
+            assert computed(model) == [F32, F32, F32]
+        hw.plan(model, lambda: model(X).square().mean())
+        with mp.autocast(), torch.no_grad():
+            model(X)
+        assert computed(model) == [BF16, BF16, F32]
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_training_that_was_dropped_leaves_nothing_to_the_next() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hw.MixedPrecision(model, optimizer, hw.Plan.manual({"head": "bfloat16"}))
+    gc.collect()
+    hw.MixedPrecision(model, optimizer, hw.Plan.manual({"body.0": "bfloat16"})).close()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_forward_that_was_wrapped_after_the_plan_computes_plainly_once_that_is_removed() -> None:
+    model = Net()
+    handle = hw.apply(model, hw.Plan.manual({"head": "bfloat16"}))
+    planned = model.head.forward
+    model.head.forward = lambda x: planned(x)  # type: ignore[method-assign]
+    model(X)
+    assert computed(model) == [F32, F32, BF16]
+    handle.remove()
+    model(X)
     assert computed(model) == [F32, F32, F32]
+
+
+class Twice(nn.Module):
+    """One module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Spy(4, 4)
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def test_a_shared_modules_second_name() -> None:
+    model = Twice()
+    with hw.apply(model, hw.Plan.manual({"b": "bfloat16"})) as handle:
+        model(X)
+        assert model.a.seen[-1][1] is BF16
+        assert handle.never_ran() == ()
+    with hw.apply(model, hw.Plan.manual({"a": "bfloat16", "b": "bfloat16"})):
+        model(X)
+    with pytest.raises(PlanError, match="'a' and 'b' are two names of one module"):
+        hw.apply(model, hw.Plan.manual({"a": "float32", "b": "bfloat16"}))
+    assert "forward" not in model.a.__dict__
+
+
+def test_a_module_that_is_called_module() -> None:
+    outer, inner = Spy(4, 4), Spy(4, 4)
+    model = nn.ModuleDict({"fc": outer, "module": nn.ModuleDict({"fc": inner})})
+    with hw.apply(model, hw.Plan.manual({"module.fc": "bfloat16"}, default="float32")):
+        assert (outer(X).dtype, inner(X).dtype) == (F32, F32)
+        assert [spy.seen[-1][1] for spy in (outer, inner)] == [F32, BF16]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (nn.Linear(1, 1), "mixed_float16", r"plan is 'mixed_float16'; give a Plan: .*hw\.Plan\.manual"),
+        ("m", hw.Plan.manual(), "model is 'm'; give a torch.nn.Module"),
+    ],
+)
+def test_misuse_is_one_clear_error(model: nn.Module, plan: hw.Plan, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        hw.apply(model, plan)
 
 
 def test_a_forward_that_someone_put_on_the_instance_is_kept() -> None:
@@ -231,3 +326,12 @@ def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with hw.apply(model, hw.Plan.manual(default="bfloat16")):
         model(X)
     assert computed(model) == [F32, F32, F32]
+
+
+@pytest.mark.parametrize("path", ["_orig_mod.head", "module.head", "_orig_mod.module.head"])
+def test_paths_that_were_read_off_a_wrapped_model(path: str) -> None:
+    model = Net()
+    with hw.apply(model, hw.Plan.manual({path: "float32"}, default="bfloat16")) as handle:
+        model(X)
+        assert [rule.path for rule in handle.plan.layers] == ["head"]
+    assert computed(model) == [BF16, BF16, F32]

@@ -79,3 +79,21 @@ def test_everything() -> None:
     assert not plan.uses("float16")
     assert plan.loss_scale is None
     assert plan.default.detail == "why"
+
+
+def test_shared_modules_get_entries_that_agree() -> None:
+    block = Block()
+    block.k = block.q
+    model = nn.Sequential(block, block)
+    plan = HALF.with_rule(hw.Rule(pattern="1.*", compute="bfloat16"))
+    within = demoted(plan, model, suspect("0"))
+    assert {r.name: r.compute for r in within.layers} == {"1.*": "bfloat16", "0": "float32"}
+    leaf = demoted(plan, model, suspect("0.q"))
+    assert {r.name: r.compute for r in leaf.layers} == {
+        "1.*": "bfloat16",
+        "1.q": "float32",
+        "1.k": "float32",
+        "0.q": "float32",
+    }
+    for changed in (within, leaf):
+        hw.apply(model, changed).remove()

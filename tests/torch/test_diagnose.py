@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfwise.core.plan import Plan
 from halfwise.errors import PolicyError, UsageError
 from halfwise.torch.diagnose import diagnose
 
@@ -107,6 +108,12 @@ def test_bad_arguments() -> None:
         diagnose(model, closure, policy="float12")
     with pytest.raises(UsageError, match="loss_scale=0"):
         diagnose(model, closure, loss_scale=0)
+    with pytest.raises(UsageError, match="loss_scale='x'"):
+        diagnose(model, closure, loss_scale="x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="diagnose\\(model='m'\\)"):
+        diagnose("m", closure)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="hw\\.apply"):
+        diagnose(model, closure, policy=Plan.manual())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="must return the loss"):
         diagnose(model, lambda: 3.0)
     with pytest.raises(UsageError):

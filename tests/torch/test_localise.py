@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -250,8 +251,90 @@ def test_inf_in_a_buffer_is_broken_and_minus_inf_is_a_mask() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
     assert find(model, lambda: model(torch.randn(8, 4)).float().mean()).verdict == "not_reproducible"
-    model[1].running_var[0] = math.inf  # type: ignore[operator]
-    assert "1.running_var holds inf" in find(model, lambda: model(torch.randn(8, 4)).float().mean()).detail
+    model[1].running_mean[0] = math.inf  # type: ignore[operator]
+    model.eval()
+    assert "1.running_mean holds inf" in find(model, lambda: model(torch.randn(8, 4)).float().mean()).detail
+
+
+class WithState(nn.Module):
+    """A classifier that keeps its best loss, which is inf at first, and a layer that does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("best_loss", torch.tensor(math.inf))
+        with torch.no_grad():
+            self.unused.weight.fill_(math.nan)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.head(x).float().square().mean()
+        return torch.minimum(loss, self.best_loss)  # type: ignore[arg-type]
+
+
+def test_state_is_blamed_only_where_it_reaches_the_loss_and_not_for_bad_data() -> None:
+    model = WithState()
+    assert find(model, lambda: model(torch.ones(2, 4))).verdict == "not_reproducible"
+    found = find(model, lambda: model(torch.tensor([[1.0, math.nan, 0.0, 0.0]])))
+    assert (found.verdict, found.evidence["nonfinite_values"]) == ("nonfinite_input", 1.0)
+    with torch.no_grad():
+        model.head.weight.fill_(math.nan)
+        model.head.bias.fill_(math.inf)
+    found = find(model, lambda: model(torch.tensor([[1.0, math.nan, 0.0, 0.0]])))
+    assert (found.verdict, found.module, found.evidence) == ("nonfinite_parameters", "head", {"tensors": 2.0})
+    assert {"head.weight", "head.bias"} <= set(found.detail.replace(";", "").split())
+
+
+def test_a_broken_weight_is_named_though_the_caller_has_cast_it_before() -> None:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(math.nan)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(2, 4))
+        found = find(model, lambda: model(torch.ones(2, 4)).float().mean(), format_name="bfloat16")
+    assert found.verdict == "nonfinite_parameters"
+
+
+def test_a_fault_beside_nested_sparse_and_meta_tensors() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+    hidden = torch.tensor([[False, False], [False, True]])  # with it the frozen encoder computes on nested tensors
+    model = nn.Linear(8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested and CSR tensors are beta features
+        model.register_buffer("adjacency", torch.eye(4).to_sparse_csr())
+    model.register_buffer("shape", torch.ones(2, device="meta"))
+
+    def closure(x: Tensor) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            encoded = encoder(x, src_key_padding_mask=hidden)
+            mixed = model.adjacency @ encoded.reshape(4, 8)
+        return model(mixed + model.shape.numel()).float().mean() * 0 + torch.ones(70_000).to(mixed.dtype).sum()  # type: ignore[operator]
+
+    def failing(x: Tensor) -> Any:
+        return closure(x) * torch.exp(model(torch.ones(1, 8)) * 0 + 12).mean()
+
+    x = torch.randn(2, 2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert find(model, lambda: closure(x)).verdict == "not_reproducible"
+        found = find(model, lambda: failing(x))
+        assert (found.verdict, found.operation) == ("overflow_at_every_scale", "aten.exp")
+        x[0, 0, 0] = math.nan
+        assert find(model, lambda: closure(x)).verdict == "nonfinite_input"
+
+
+def test_a_submodule_whose_forward_is_called_directly_is_named() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Layer(_exponential), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a.forward(x))
+
+    model = nn.Sequential(Block(), nn.Linear(4, 4))
+    found = find(model, lambda: model(torch.ones(2, 4)).float().mean())
+    assert (found.module, found.source) == ("0.a", line_of(_exponential))
 
 
 def test_nan_and_infinite_data_are_named_with_the_sample() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfwise.torch.names import clean_path, named_layers, unwrap
+from halfwise.torch.names import clean_path, is_compiled, named_layers, unwrap
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,25 @@ def test_wrapped_models_have_the_plain_models_paths() -> None:
 def test_a_compiled_part_of_a_model() -> None:
     model = nn.Sequential(nn.Linear(1, 1), cast(nn.Module, torch.compile(nn.Linear(1, 1), backend="eager")))
     assert [path for path, _ in named_layers(model)] == ["", "0", "1", "1"]
+
+
+def test_a_users_own_module_that_is_called_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(1, 1), "module": nn.ModuleDict({"fc": nn.Linear(1, 1)})})
+    expected = ["", "fc", "module", "module.fc"]
+    assert [path for path, _ in named_layers(model)] == expected
+    assert [path for path, _ in named_layers(nn.DataParallel(model))] == expected
+
+
+def test_all_names_of_a_shared_module() -> None:
+    part = nn.Linear(1, 1)
+    model = nn.Sequential(part, part)
+    assert [path for path, _ in named_layers(model)] == ["", "0"]
+    assert [path for path, _ in named_layers(model, all_names=True)] == ["", "0", "1"]
+
+
+def test_compiled_models_are_known() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    assert not is_compiled(model)
+    assert is_compiled(cast(nn.Module, torch.compile(model, backend="eager")))
+    model[0].compile(backend="eager")
+    assert is_compiled(model)

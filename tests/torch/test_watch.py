@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from halfwise.core.diagnosis import VERDICTS
 from halfwise.errors import UsageError
 from halfwise.torch.watch import Watch, watch
+from halfwise.torch.watching.vitals import squared_norm
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -477,6 +483,261 @@ def test_a_disabled_scaler_counts_as_none() -> None:
     with watch(model, optimizer, scaler) as seen:
         train(model, squares, 2, optimizer=optimizer, scaler=scaler, dtype=torch.bfloat16)
         assert (seen.applied_steps, seen.loss_scale_history) == (2, [])
+
+
+def _linear(log: Callable[[str], None] = lambda text: None) -> tuple[nn.Linear, Optimizer, Watch]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, watch(model, optimizer, log=log)
+
+
+def _fail(model: nn.Module, optimizer: Optimizer) -> None:
+    """One step on a bad batch: the next one will be recorded."""
+    model(torch.full((2, 4), math.nan)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_code_that_torch_only_looks_at_is_not_watched() -> None:
+    model, _, seen = _linear()
+    x = torch.full((2, 4), math.nan)
+    with seen:
+        assert torch.func.vmap(model)(x).shape == (2, 4)
+        gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(
+            dict(model.named_parameters())
+        )
+        assert set(gradients) == {"weight", "bias"}
+        compiled = torch.compile(lambda h: model(h).mean(), backend="eager", fullgraph=True)
+        assert bool(compiled(x).isnan())
+        exported = torch.export.export(model, (x,))
+        assert exported.module()(x).shape == (2, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            assert torch.jit.trace(model, torch.ones(2, 4))(x).shape == (2, 4)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert model(torch.ones(2, 4)).shape == (2, 4)
+        assert seen._tries == 0
+        model(x)
+        assert seen._tries > 0  # it is still there
+    torch._dynamo.reset()
+
+
+def test_a_step_that_is_compiled_around_the_model_is_diagnosed() -> None:
+    model, scaler = Own(), GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = torch.compile(lambda x: model(x).float().square().mean(), backend="eager", fullgraph=True)
+    with watch(model, optimizer, scaler, log=lambda text: None) as seen:
+        for _ in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                value = loss(torch.randn(8, 64))
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert [d.module for d in seen.diagnoses] == ["layers.3.0"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged", "csr", "mkldnn", "meta"])
+def test_outputs_of_any_kind(kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.head(x)
+            d = h.detach()
+            odd = {
+                "nested": lambda: torch.nested.as_nested_tensor([h[0], h[1, :2]]),
+                "jagged": lambda: torch.nested.as_nested_tensor([h, h[:1]], layout=torch.jagged),
+                "csr": lambda: d.to_sparse_csr(),
+                "mkldnn": lambda: d.to_mkldnn(),
+                "meta": lambda: d.to("meta"),
+            }
+            return h, odd[kind]()  # type: ignore[no-untyped-call]
+
+    model, texts = Model(), []  # type: ignore[var-annotated]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested and CSR tensors are beta features
+        with watch(model, optimizer, log=texts.append) as seen:
+            for value in (0.0, math.nan, math.nan):
+                optimizer.zero_grad()
+                h, odd = model(torch.full((2, 4), value))
+                (h.square().mean() + (torch.sum(odd.values()) if kind == "jagged" else 0.0)).backward()
+                optimizer.step()
+            assert seen.steps == 3
+            assert [d.verdict for d in seen.diagnoses] == ["nonfinite_parameters"]
+            assert texts == [seen.diagnoses[0].text()]
+
+
+def test_gradients_of_any_kind() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    parameter.grad = torch.tensor([3.0 + 4.0j, 0.0]).conj()
+    assert float(squared_norm([parameter])) == 25.0
+    double = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    double.grad = torch.tensor([1e200, 0.0], dtype=torch.float64)
+    assert squared_norm([double]) == math.inf
+    meta = nn.Parameter(torch.zeros(2, device="meta"))
+    meta.grad = torch.zeros(2, device="meta")
+    assert squared_norm([meta]) == 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CSR tensors are a beta feature
+        sparse = nn.Parameter(torch.zeros(2, 2).to_sparse_csr())
+        sparse.grad = torch.diag(torch.tensor([3.0, 4.0])).to_sparse_csr()
+    assert float(squared_norm([sparse])) == 25.0
+
+
+class Shy(Tensor):
+    """A tensor that lets nobody look."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.aminmax:
+            raise TypeError("not for such tensors")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_a_watch_that_fails_ends_and_says_so_once_and_the_loop_goes_on() -> None:
+    model, scaler, texts = nn.Linear(4, 4), GradScaler("cpu", init_scale=4.0), []  # type: ignore[var-annotated]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = watch(model, optimizer, scaler, log=texts.append)
+    model.register_forward_hook(lambda *_: None)  # the user's own stays
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4).as_subclass(Shy)).sum()
+        scaler.scale(loss.as_subclass(Tensor)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(texts) == 1
+    assert "TypeError: not for such tensors" in texts[0]
+    assert len(model._forward_hooks) == 1
+    model._forward_hooks.clear()
+    assert _is_untouched(model, optimizer, scaler)
+    assert seen.steps == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["inside", "after"])
+@pytest.mark.parametrize("following", ["training", "evaluation"])
+def test_an_exception_in_the_recorded_forward_pass_ends_the_recording(
+    error: type[BaseException], where: str, following: str
+) -> None:
+    model, optimizer, seen = _linear()
+    batches = [torch.ones(2, 4), torch.ones(2, 4), torch.full((2, 4), math.nan)]
+    _fail(model, optimizer)
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    handle = model.register_forward_hook(broken) if where == "after" else model.register_forward_pre_hook(broken)
+    with seen:
+        with pytest.raises(error):
+            model(batches[0])
+        handle.remove()
+        if where == "inside" and error is RuntimeError:
+            assert torch._C._len_torch_dispatch_stack() == 0  # at once
+        if following == "evaluation":
+            with torch.no_grad():
+                model(batches[1])
+            assert torch._C._len_torch_dispatch_stack() == 0
+        old = seen._armed
+        model(batches[2]).sum().backward()
+        assert seen._armed is not old or where == "after"  # what a hook raises after ours is not noticed
+        optimizer.step()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        assert [d.verdict for d in seen.diagnoses] == ["nonfinite_input"]
+
+
+def test_a_forward_pass_without_gradients_that_belongs_to_the_step_costs_one_recording() -> None:
+    model, optimizer, seen = _linear()
+    with seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), math.nan)).sum().backward()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        assert [d.verdict for d in seen.diagnoses] == ["nonfinite_input"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_a_model_that_is_checkpointed_as_a_whole(reentrant: bool) -> None:
+    model, scaler = planted(), GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    with watch(model, optimizer, scaler, log=lambda text: None) as seen:
+        for _ in range(8):
+            optimizer.zero_grad()
+            for x in (torch.randn(8, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = checkpoint(model, x, use_reentrant=reentrant).float().square().mean()
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert [d.module for d in seen.diagnoses] == ["3.0"]
+        assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_watch_that_is_dropped_leaves_no_mode() -> None:
+    model, optimizer, seen = _linear()
+    _fail(model, optimizer)
+    loss = model(torch.ones(2, 4)).sum()
+    assert torch._C._len_torch_dispatch_stack() == 1
+    del model, optimizer, seen, loss
+    gc.collect()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_mode_of_the_users_around_the_optimizers_step() -> None:
+    class Plain(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model, optimizer, seen = _linear()
+    with seen:
+        _fail(model, optimizer)
+        model(torch.full((2, 4), math.nan)).sum().backward()
+        with Plain() as mode:  # type: ignore[no-untyped-call]
+            optimizer.step()
+            assert _get_current_dispatch_mode_stack() == [mode]
+        assert [d.verdict for d in seen.diagnoses] == ["nonfinite_input"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_watches_of_one_scaler_closed_in_any_order(first: int) -> None:
+    models, scaler = [nn.Linear(4, 4), nn.Linear(4, 4)], GradScaler("cpu", init_scale=4.0)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    watches = [watch(m, o, scaler) for m, o in zip(models, optimizers, strict=True)]
+    watches[first].close()
+    other = 1 - first
+
+    def loss(model: nn.Module, step: int) -> Any:
+        return model(torch.ones(2, 4)).float().mean()
+
+    train(models[other], loss, 2, optimizer=optimizers[other], scaler=scaler)
+    assert [watches[first].steps, watches[other].steps] == [0, 2]
+    watches[other].close()
+    assert _is_untouched(models[0], optimizers[0], scaler)
+    assert _is_untouched(models[1], optimizers[1], scaler)
+
+
+def test_copies_and_pickles_of_a_watched_scaler_work_and_are_not_watched() -> None:
+    model, scaler = healthy(), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, optimizer, scaler) as seen:
+        for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+            train(model, squares, 1, scaler=other)
+            assert other.get_scale() == 4.0
+            bound: Any = other.scale
+            assert bound.__self__ is other
+        assert seen.steps == 0
+        train(model, squares, 1, optimizer=optimizer, scaler=scaler)
+        assert seen.steps == 1
 
 
 def test_the_default_log_is_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,7 @@ class TimingTable:
     def __post_init__(self) -> None:
         if not isinstance(self.seconds, Mapping) or not all(isinstance(t, Mapping) for t in self.seconds.values()):
             raise UsageError(
-                f"timing table: {self.seconds!r:.60} does not map layers to times; "
-                "give {'fc': {'float32': 2e-3}}"
+                f"timing table: {self.seconds!r:.60} does not map layers to times; give {{'fc': {{'float32': 2e-3}}}}"
             )
         for path, times in self.seconds.items():
             if "float32" not in times:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+from weakref import finalize
 
 import torch
 from torch import nn
 
 from halfwise.core.plan import Default, Plan, Rule
-from halfwise.errors import PlanError
-from halfwise.torch.names import named_layers, unwrap
+from halfwise.errors import PlanError, UsageError
+from halfwise.torch.names import clean_path, is_compiled, named_layers, unwrap
 from halfwise.torch.nested import map_tensors
 from halfwise.torch.region import COMPUTE_DTYPES, device_type_of, region
 
@@ -37,7 +39,7 @@ def apply(model: nn.Module, plan: Plan) -> AppliedPlan:
 
     The default holds for the whole of the model's forward pass; outputs of a model in half precision come
     back in float32 where the caller is not inside an autocast region itself. A plan that is already
-    applied to the model is replaced.
+    applied to the model is replaced, and in force again once the new one is removed.
 
     Args:
         model: any module, also compiled or wrapped for data parallelism; paths are those of the plain module.
@@ -45,9 +47,10 @@ def apply(model: nn.Module, plan: Plan) -> AppliedPlan:
             are refused by name.
 
     Returns:
-        A handle; `handle.remove()` or leaving `with handle:` restores the model exactly.
+        A handle; `handle.remove()` or leaving `with handle:` restores the model exactly as it was.
 
     Raises:
+        UsageError: `model` is no module, or `plan` no plan.
         PlanError: the plan names modules that do not exist, or asks for what cannot be executed here.
 
     Example:
@@ -68,32 +71,41 @@ class AppliedPlan:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, whole_model: bool) -> None:
+        plan = _with_plain_paths(plan, model) if isinstance(plan, Plan) and isinstance(model, nn.Module) else plan
         self.plan = plan
         self._model = model
         self._overrides: dict[str, _Override] = {}
+        self._displaced: list[_Override] = []
         _refuse_what_cannot_run(model, plan)
         if disabled():
             return
-        remove_overrides(model)
+        computes = _computes(model, plan, whole_model=whole_model)
+        self._displaced = remove_overrides(model)
         device_type = device_type_of(model)
         one_half = not (plan.uses("float16") and plan.uses("bfloat16"))
-        for path, module in named_layers(model):
-            rule = plan.match(path)
-            compute = rule.compute if rule is not None else plan.default.compute if whole_model and path == "" else None
-            if compute is not None:
-                self._overrides[path] = _Override(module, compute, device_type, cache=one_half)
-        for override in self._overrides.values():
-            override.install()
-        if self._overrides:
+        for path, (module, compute) in computes.items():
+            self._overrides[path] = _Override(module, compute, device_type, cache=one_half)
+            self._overrides[path].install()
+        if not whole_model:  # a training that was dropped without being closed is not put back in force
+            finalize(self, _retire, list(self._overrides.values())).atexit = False
+        if self._overrides or self._displaced:
             _forget_compiled_code(model)
 
     def remove(self) -> None:
-        """Restores the model exactly. Doing so twice is harmless."""
-        for override in self._overrides.values():
-            override.uninstall()
-        if self._overrides:
+        """Restores the model exactly as it was, a plan included that this one replaced. Twice is harmless.
+
+        Where a later plan is in force, that one stays.
+        """
+        overrides, displaced = list(self._overrides.values()), self._displaced
+        self._overrides, self._displaced = {}, []
+        in_force = {id(override) for override in _installed(self._model)} <= {id(override) for override in overrides}
+        for override in overrides:
+            override.end()
+        for override in displaced:
+            if in_force and not override.retired:
+                override.install()
+        if overrides or displaced:
             _forget_compiled_code(self._model)
-        self._overrides = {}
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -122,6 +134,17 @@ class AppliedPlan:
         self.remove()
 
 
+def _with_plain_paths(plan: Plan, model: nn.Module) -> Plan:
+    """`plan` with paths that were read off a compiled or data-parallel model spelled as those of the plain one."""
+    known = {path for path, _ in named_layers(model, all_names=True)}
+
+    def plain(rule: Rule) -> Rule:
+        wrapped = rule.path is not None and rule.path not in known and clean_path(rule.path) in known
+        return replace(rule, path=clean_path(str(rule.path))) if wrapped else rule
+
+    return replace(plan, layers=tuple(plain(rule) for rule in plan.layers))
+
+
 class _Override:
     """Stands in for a module's `forward`: runs it in `compute`, whatever the region around it."""
 
@@ -132,11 +155,13 @@ class _Override:
         self.device_type = device_type
         self.earlier = module.__dict__.get("forward")  # an instance's own forward, put there by someone else
         self.active = True
+        self.retired = False  # whoever installed it wants it no more
         self.ran = False
         self.holds_half = any(p.dtype in _HALF for p in module.parameters())  # frozen weights kept in half
 
     def install(self) -> None:
-        self.module.__dict__["forward"] = self
+        if self.module.__dict__.get("forward") is self.earlier:  # else somebody else put one there since
+            self.module.__dict__["forward"] = self
 
     def uninstall(self) -> None:
         if self.module.__dict__.get("forward") is self:
@@ -144,6 +169,11 @@ class _Override:
                 del self.module.__dict__["forward"]
             else:
                 self.module.__dict__["forward"] = self.earlier
+
+    def end(self) -> None:
+        """Uninstalled for good. Whoever wrapped it calls it further on, so it does nothing of its own then."""
+        self.uninstall()
+        self.retired, self.active = True, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
@@ -171,12 +201,40 @@ class _Override:
             return self._forward(*args, **kwargs)
 
 
-def remove_overrides(model: nn.Module) -> None:
-    """Takes back whatever plan is in force on `model`, whoever applied it."""
-    for _, module in named_layers(model):
-        override = module.__dict__.get("forward")
-        if isinstance(override, _Override):
-            override.uninstall()
+def remove_overrides(model: nn.Module) -> list[_Override]:
+    """Takes back whatever plan is in force on `model`, whoever applied it; returns what was there."""
+    found = _installed(model)
+    for override in found:
+        override.uninstall()
+    return found
+
+
+def _retire(overrides: list[_Override]) -> None:
+    for override in overrides:
+        override.retired = True
+
+
+def _installed(model: nn.Module) -> list[_Override]:
+    forwards = (module.__dict__.get("forward") for _, module in named_layers(model))
+    return [forward for forward in forwards if isinstance(forward, _Override)]
+
+
+def _computes(model: nn.Module, plan: Plan, *, whole_model: bool) -> dict[str, tuple[nn.Module, str]]:
+    """`{path: (module, format)}` of the modules that the plan names, each once."""
+    rules: dict[nn.Module, tuple[str, nn.Module, Rule]] = {}
+    for path, module in named_layers(model, all_names=True):
+        if (rule := plan.match(path)) is None:
+            continue
+        earlier_path, _, earlier = rules.setdefault(module, (path, module, rule))
+        if not rule.says_the_same_as(earlier):
+            raise PlanError(
+                f"{earlier_path!r} and {path!r} are two names of one module, for which the plan has different entries; "
+                "keep one of them, or make them the same"
+            )
+    computes = {path: (module, rule.compute) for path, module, rule in rules.values()}
+    if whole_model:
+        computes.setdefault("", (unwrap(model), plan.default.compute))
+    return computes
 
 
 def _to_float32(value: Any) -> Any:
@@ -184,11 +242,18 @@ def _to_float32(value: Any) -> Any:
 
 
 def _refuse_what_cannot_run(model: nn.Module, plan: Plan) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is {model!r}; give a torch.nn.Module: hw.apply(model, plan)")
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"plan is {plan!r}; give a Plan: one of hw.plan(model, closure), hw.Plan.load('plan.toml'), "
+            "or hw.Plan.manual(default='bfloat16')"
+        )
     if plan.framework != "torch":
         raise PlanError(
             f"the plan is for framework {plan.framework!r}; this is the PyTorch adapter. Make one with halfwise.torch"
         )
-    plan.check_paths([path for path, _ in named_layers(model)], type(unwrap(model)).__name__)
+    plan.check_paths([path for path, _ in named_layers(model, all_names=True)], type(unwrap(model)).__name__)
     entries: list[Default | Rule] = [plan.default, *plan.layers]
     for entry in entries:
         name = "default" if isinstance(entry, Default) else entry.name
@@ -211,8 +276,5 @@ def _refuse_storage(entry: Default | Rule, name: str) -> None:
 
 def _forget_compiled_code(model: nn.Module) -> None:
     """Compiled code does not notice that a `forward` was replaced, so it is made again."""
-    compiled = any(
-        "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules()
-    )
-    if compiled:
+    if is_compiled(model):
         torch.compiler.reset()

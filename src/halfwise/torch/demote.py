@@ -26,19 +26,24 @@ def demoted(plan: Plan, model: nn.Module, suspect: Suspect) -> Plan:
     )
     evidence = {"largest_input": suspect.largest_input}
     if not suspect.module and not suspect.module_class:
-        raised = Default(compute="float32", reason="healed", detail=detail, evidence=evidence)
+        default = Default(compute="float32", reason="healed", detail=detail, evidence=evidence)
         root = plan.match("") or _as_rule("", plan.default)
-        return replace(plan, default=raised).with_rule(root)
+        return replace(plan, default=default).with_rule(root)
     changed = plan
+    names: dict[nn.Module, list[str]] = {}
+    for path, part in named_layers(model, all_names=True):
+        names.setdefault(part, []).append(path)
     module = dict(named_layers(model)).get(suspect.module)
     if module is not None and not is_whole(module):
-        for name, _ in module.named_children():
-            child = f"{suspect.module}.{name}" if suspect.module else name
-            if plan.match(child) is None:
-                changed = changed.with_rule(_as_rule(child, plan.rule_for(child)))
-    return changed.with_rule(
-        Rule(path=suspect.module, compute="float32", reason="healed", detail=detail, evidence=evidence)
-    )
+        for child in module.children():
+            if all(plan.match(path) is None for path in names[child]):
+                first = names[child][0]
+                changed = changed.with_rule(_as_rule(first, plan.rule_for(first)))
+    raised = Rule(path=suspect.module, compute="float32", reason="healed", detail=detail, evidence=evidence)
+    for path in names[module] if module is not None else ():
+        if plan.match(path) is not None:  # all entries for one module must say the same
+            changed = changed.with_rule(replace(raised, path=path))
+    return changed.with_rule(raised)
 
 
 def float32_everywhere(plan: Plan, detail: str) -> Plan:

@@ -18,6 +18,8 @@ from halfwise.torch.tracing.dead import silent_overflow
 
 __all__ = ["diagnose"]
 
+_ALLOWED = '"mixed_float16", "mixed_bfloat16", "float32"'
+
 
 def diagnose(
     model: nn.Module,
@@ -46,8 +48,8 @@ def diagnose(
         A diagnosis; `diagnosis.healthy` where nothing has to be done, and `print(diagnosis.text())` for the screen.
 
     Raises:
-        PolicyError: the policy is unknown, or `"auto"`.
-        UsageError: the closure returns no loss, or the loss scale is no positive number.
+        PolicyError: the policy is unknown, `"auto"`, or no name.
+        UsageError: the model is no module, the closure returns no loss, or the loss scale is no positive number.
 
     Example:
         >>> import torch, halfwise.torch as hw
@@ -57,15 +59,23 @@ def diagnose(
         >>> diagnosis.verdict, diagnosis.operation
         ('overflow_at_every_scale', 'aten.addmm')
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"diagnose(model={model!r}): it must be a torch.nn.Module: hw.diagnose(model, closure)")
     closures = as_closures(closure)
+    if not isinstance(policy, str):
+        raise PolicyError(
+            f"diagnose(policy={policy!r}): it must be a policy's name. Allowed: {_ALLOWED}; "
+            "to examine a plan, hw.apply(model, plan) first."
+        )
     if policy == "auto":
         raise PolicyError(
             'diagnose(policy="auto"): "auto" has no precision of its own before evidence is gathered. '
-            'Allowed: "mixed_float16", "mixed_bfloat16", "float32"; try the one you mean to train in.'
+            f"Allowed: {_ALLOWED}; try the one you mean to train in."
         )
     half_format = compute_format(policy)
-    if not (math.isfinite(loss_scale) and loss_scale > 0):
-        raise UsageError(f"diagnose(loss_scale={loss_scale}): it must be a finite number above 0, such as 65536.0")
+    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
+    if not (is_number and math.isfinite(loss_scale) and loss_scale > 0):
+        raise UsageError(f"diagnose(loss_scale={loss_scale!r}): it must be a finite number above 0, such as 65536.0")
     device_type = device_type_of(model)
     with _modes_kept(model):
         found = localise(

@@ -3,35 +3,71 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-__all__ = ["generator_states", "set_generator_states"]
+__all__ = ["RandomState", "generator_states", "set_generator_states"]
+
+
+class RandomState:
+    """Where the generators stand: torch's on the CPU and the given CUDA devices, Python's `random`, numpy's global one.
+
+    Made at every training step, so the states are kept as their owners give them, and taken apart in `state_dict` only.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {str(d): torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+        self._python: tuple[Any, ...] = random.getstate()
+        self._numpy: dict[str, Any] = np.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Rewinds the generators to where they were. CUDA devices that are missing here are left alone."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            if torch.cuda.is_available() and (torch.device(device).index or 0) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states: torch's as tensors on the CPU, the others' as numbers, strings, None, lists and dicts of them."""
+        version, words, gauss = self._python
+        return {
+            "cpu": self._cpu,
+            **self._cuda,
+            "python": {"version": version, "words": list(words), "gauss": gauss},
+            "numpy": _without_arrays(self._numpy),
+        }
+
+    @classmethod
+    def from_state_dict(cls, states: Mapping[str, Any]) -> Self:
+        """The inverse of `state_dict`. Generators that it does not tell of stay where they stand."""
+        found = cls(())
+        found._cpu = states["cpu"].cpu()
+        found._cuda = {name: state.cpu() for name, state in states.items() if name.startswith("cuda")}
+        if "python" in states:
+            python = states["python"]
+            found._python = (python["version"], tuple(python["words"]), python["gauss"])
+        if "numpy" in states:
+            found._numpy = states["numpy"]
+        return found
 
 
 def generator_states() -> dict[str, Any]:
-    """The generators' states as tensors, numbers, strings and tuples. CUDA's are there once CUDA is in use."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
-        "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(np.array(keys)), int(position), int(has_gauss), float(gauss)),
-    }
+    """The state dict of all generators; CUDA's are there once CUDA is in use."""
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return RandomState(torch.device("cuda", index) for index in range(count)).state_dict()
 
 
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Puts the generators back to `states`, which `generator_states` gave."""
+    RandomState.from_state_dict(states).restore()
 
 
-def set_generator_states(states: dict[str, Any]) -> None:
-    """Puts the generators back to `states`. CUDA devices that are missing, then or now, are left alone."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-            torch.cuda.set_rng_state(state, device)
-    random.setstate(states["python"])
-    kind, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, keys.numpy(), position, has_gauss, gauss))
+def _without_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    words = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state["state"].items()}
+    return {**state, "state": words}

@@ -18,7 +18,7 @@ from halfwise.core.diagnosis import Diagnosis, Suspect
 from halfwise.torch.closure import Closure, Region
 from halfwise.torch.region import device_type_of
 from halfwise.torch.tracing import fixes
-from halfwise.torch.tracing.outside import broken_state, from_outside
+from halfwise.torch.tracing.outside import from_outside
 from halfwise.torch.tracing.records import Record
 from halfwise.torch.tracing.replay import Replay, replay
 from halfwise.torch.tracing.slicing import Origins, origins, scale_limit, suspect_of, suspects
@@ -54,9 +54,6 @@ def localise(
     Raises:
         UsageError: a closure returns no loss.
     """
-    broken = broken_state(model)
-    if broken is not None:
-        return broken
     traced = replay(model, closures, half, 1.0, traced=True)
     if traced.sound:
         return _at_the_scale(model, closures, half, half_format, loss_scale, traced)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -127,6 +128,8 @@ class Watch:
         self._rest = 10
         self._bad_gradients = ""
         self._armed: ArmedTrace | None = None
+        self._in_forward = False
+        self._saw_forward = False
         self._said: set[Any] = set()
         self._wiring = Wiring(model, optimizer, self._scaler, self)
         _watches[model] = weakref.ref(self)
@@ -174,15 +177,37 @@ class Watch:
 
     # What the wiring calls
 
-    def before_forward(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is about to run with gradients enabled, on these arguments."""
-        if self._tries > 0 and self._armed is None and ArmedTrace.possible():
-            self._armed = ArmedTrace(self._model)
+        if _in_backward():
+            return  # checkpointing recomputes, and may break that off
+        if self._in_forward:
+            self.forward_broken_off()
+        self._in_forward = self._saw_forward = True
+        self._record()
         if self._armed is not None:
-            self._armed.entered(args, kwargs or {})
+            self._armed.entered(args, kwargs)
+
+    def before_inference(self) -> None:
+        """The model is about to run without gradients: the step that is recorded may have been given up, by Ctrl-C.
+
+        A second recording goes on, for the sake of loops in which this belongs to the step.
+        """
+        if self._in_forward or self._tries == _TRIES:
+            self.forward_broken_off()
+
+    def forward_broken_off(self) -> None:
+        """The model's forward pass raised an exception: the step that it belonged to will not be ended."""
+        if _in_backward():
+            return  # so ends a recomputation of checkpointing, which goes on
+        self._in_forward = False
+        if self._armed is not None:
+            self._abandon()
+            self._tries -= 1
 
     def after_forward(self, output: Any, *, training: bool) -> None:
         """The model ran with gradients enabled and gave `output`. Out of training mode it may be an evaluation."""
+        self._in_forward = False
         if self._armed is not None:
             self._armed.saw(output)
         if training:
@@ -249,6 +274,11 @@ class Watch:
         if self._scaler is None:
             self._end_step()
 
+    def failed(self, error: Exception) -> None:
+        """The watch itself failed: it ends, and the loop goes on as without it."""
+        self.close()
+        self._log(f"halfwise.watch ended, the loop goes on without it: {type(error).__name__}: {error}")
+
     # Decisions
 
     def _look_at(self, values: list[Tensor]) -> None:
@@ -293,8 +323,13 @@ class Watch:
 
     def _end_step(self) -> None:
         """Between two steps: where the forward pass cannot be seen, recording begins here."""
-        if self._tries > 0 and not self._wiring.sees_forward:
-            self.before_forward()
+        if not self._saw_forward:
+            self._record()
+        self._saw_forward = False
+
+    def _record(self) -> None:
+        if self._tries > 0 and self._armed is None and ArmedTrace.possible():
+            self._armed = ArmedTrace(self._model)
 
     def _conclude(self) -> None:
         """Ends a recording, with a diagnosis if the step failed."""
@@ -333,6 +368,10 @@ class Watch:
         if about not in self._said:
             self._said.add(about)
             self._log(text)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _with_history(diagnosis: Diagnosis, history: str) -> Diagnosis:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from halfwise.torch.tracing.records import Record, measure
 from halfwise.torch.tracing.trace import Trace
@@ -212,9 +215,86 @@ def test_measure_handles_any_layout() -> None:
         low, high = measure(tensor) or (None, None)
         assert (float(low), float(high)) == (float(tensor.min()), float(tensor.max()))  # type: ignore[arg-type]
     assert measure(torch.empty(0)) is None
+    conjugate = torch.tensor([1.0 - 2.0j]).conj()
+    ragged = [torch.tensor([1.0, -2.0]), torch.tensor([2.0])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested and CSR tensors are beta features
+        for tensor in (
+            conjugate,
+            torch.diag(torch.tensor([1.0, -2.0, 2.0])).to_sparse_csr(),
+            torch.nested.nested_tensor(ragged),
+            torch.nested.nested_tensor(ragged, layout=torch.jagged),
+        ):
+            extent = measure(tensor)
+            assert extent is not None
+            assert float(extent[1]) == 2.0
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    for unreadable in (torch.ones(3, device="meta"), torch.eye(3).to_mkldnn(), fake):
+        assert measure(unreadable) is None
     eighth = measure(torch.tensor([448.0, -1.0]).to(torch.float8_e4m3fn))
     assert eighth is not None
     assert float(eighth[1]) == 448.0
+
+
+class Shy(Tensor):
+    """A tensor of someone else's that can be multiplied and nothing else."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Shy:
+        shy: Shy = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        shy.held = held
+        return shy
+
+    def __init__(self, held: Tensor) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is not torch.ops.aten.mul.Tensor:
+            raise TypeError(f"{func} is not for such tensors")
+        return cls(func(*(a.held if isinstance(a, Shy) else a for a in args)))
+
+
+def test_an_operation_that_cannot_be_recorded_runs_all_the_same() -> None:
+    with Trace(nn.Identity()) as trace:
+        shy = Shy(torch.ones(2)) * 2.0
+        sound = torch.ones(2) * 3.0
+    assert isinstance(shy, Shy)
+    assert shy.held.tolist() == [2.0, 2.0]
+    assert trace.unrecorded > 0
+    assert trace.settle()[trace.producer(sound)].high == 3.0
+
+
+def test_no_more_than_the_given_number_of_records() -> None:
+    with Trace(nn.Identity(), most_records=3) as trace:
+        x = torch.ones(2)
+        for _ in range(10):
+            x = x * 2.0
+    assert float(x[0]) == 1024.0
+    assert (len(trace.settle()), trace.unrecorded) == (3, 8)
+
+
+def test_a_mode_that_was_entered_after_the_trace_stays_when_the_trace_is_left() -> None:
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    trace = Trace(nn.Identity())
+    trace.__enter__()  # type: ignore[no-untyped-call]
+    made = torch.ones(2) * 2.0
+    with Counting() as counting:  # type: ignore[no-untyped-call]
+        trace.__exit__(None, None, None)
+        assert _get_current_dispatch_mode_stack() == [counting]
+        before = counting.calls
+        assert trace.settle()[trace.producer(made)].high == 2.0
+        assert counting.calls > before
+    assert _get_current_dispatch_mode_stack() == []
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=True)
 
 
 def test_leaving_the_trace_leaves_no_mode_and_results_do_not_change() -> None:

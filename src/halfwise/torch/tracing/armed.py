@@ -5,6 +5,7 @@ No replay: the loop's own next step is recorded, from the model's forward pass t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -27,10 +28,11 @@ from halfwise.torch.tracing.trace import Trace
 __all__ = ["ArmedTrace"]
 
 _HALF = ("float16", "bfloat16")
+_MOST_RECORDS = 100_000  # far more than one step; about 100 MB
 
 
 class ArmedTrace:
-    """Records from construction to `finish` or `abandon`.
+    """Records from construction to `finish` or `abandon`, or until it is dropped.
 
     Args:
         model: names modules, parameters and inputs.
@@ -38,7 +40,7 @@ class ArmedTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.trace = Trace(model)
+        self.trace = Trace(model, most_records=_MOST_RECORDS)
         self.trace.declare_gradients(model.parameters())
         self._results: list[int] = []
         self._stack = ExitStack()
@@ -60,12 +62,20 @@ class ArmedTrace:
         self._results += [self.trace.producer(tensor) for tensor in floating_tensors(result)]
 
     def abandon(self) -> None:
-        """Stops recording."""
+        """Stops recording. Doing so twice is harmless."""
         self._stack.close()
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.abandon()
+
     def finish(self, parameters: Sequence[Tensor], *, loss_scale: float, device: str) -> Diagnosis | None:
-        """Stops recording and says what was wrong with the step; None if nothing was."""
+        """Stops recording and says what was wrong with the step; None if nothing was, or if the
+        recording got too long to be that of a step.
+        """
         self.abandon()
+        if len(self.trace.records) >= _MOST_RECORDS:
+            return None
         trace, records = self.trace, self.trace.settle()
         bad = [i for i in self._results if i >= 0 and not records[i].finite and not records[i].intended]
         what = "the model's output or the loss is not finite" if bad else "gradients are not finite"

@@ -1,9 +1,10 @@
 """Which module and which line of the user's code an operation belongs to.
 
-Forward, both are read from the Python stack: the innermost call of an `nn.Module` that the model knows, and the
-innermost frame outside torch and halfwise.torch. No hooks are installed, so nothing has to be removed, compiled models
-give no warning, and a module whose instance `forward` was replaced is still found. Backward there is no stack; there
-autograd's sequence numbers lead from a node to the forward operation that made it.
+Forward, both are read from the Python stack: the innermost call of an `nn.Module` that the model knows (or of its
+`forward` alone: code does call that directly), and the innermost frame outside torch and halfwise.torch. No hooks are
+installed, so nothing has to be removed, compiled models give no warning, and a module whose instance `forward` was
+replaced is still found. Backward there is no stack; there autograd's sequence numbers lead from a node to the forward
+operation that made it.
 
 `setdefault` matters: operations without a gradient do not advance the sequence number and would claim their
 predecessor's.
@@ -57,6 +58,8 @@ class Attribution:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module): (path, type(module).__name__) for path, module in named_layers(model)}
+        forwards = (getattr(type(module).forward, "__code__", None) for module in model.modules())
+        self._forwards = {id(code) for code in forwards if code is not None}
         self._nodes: dict[int, tuple[Place, str]] = {}
         self._fixed: Place | None = None
 
@@ -105,8 +108,8 @@ class Attribution:
                 source = f"{code.co_filename}:{frame.f_lineno}"
                 if owner is not None:
                     break
-            if owner is None and code is _MODULE_CALL:
-                owner = self._modules.get(id(frame.f_locals.get("self")))
+            if owner is None and (code is _MODULE_CALL or id(code) in self._forwards):
+                owner = self._modules.get(id(frame.f_locals.get(code.co_varnames[0])) if code.co_varnames else 0)
                 if owner is not None and source:
                     break
             frame = frame.f_back  # type: ignore[assignment]

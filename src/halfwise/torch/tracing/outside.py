@@ -1,78 +1,44 @@
-"""Verdicts on what was bad from the start: parameters, buffers, and the data that came in."""
+"""Verdicts on what was bad from the start and reached the loss or gradients: parameters, buffers, data that came in."""
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
 
 from halfwise.core.diagnosis import Diagnosis, Suspect
-from halfwise.torch.names import named_layers
-from halfwise.torch.tracing.records import Record, measure
+from halfwise.torch.tracing.records import Record
 from halfwise.torch.tracing.slicing import Origins
 from halfwise.torch.tracing.trace import Trace
 
-__all__ = ["RELOAD", "broken_state", "from_outside"]
+__all__ = ["RELOAD", "from_outside"]
 
 RELOAD = "reload a checkpoint from before the first non-finite loss: model.load_state_dict(torch.load(path))"
+_STATE = ("parameter", "buffer")
 _CLEAN = "drop or repair such samples before the model sees them: assert torch.isfinite(x).all() in the data set"
 
 
-class _Held(NamedTuple):
-    kind: str
-    path: str
-    owner: nn.Module
-    tensor: Tensor
-
-
-def broken_state(model: nn.Module) -> Diagnosis | None:
-    """The verdict `"nonfinite_parameters"` if a parameter or buffer holds NaN or inf; else None. A buffer's -inf is a
-    mask.
-    """
-    held = [
-        _Held(kind, f"{path}.{name}" if path else name, module, tensor)
-        for path, module in named_layers(model)
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
-        for name, tensor in tensors.items()
-        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
-    ]
-    measured = [(one, extent) for one in held if (extent := measure(one.tensor.detach())) is not None]
-    if not measured:
-        return None
-    device = measured[0][1][0].device
-    lows = torch.stack([low.to(device, torch.float32) for _, (low, _) in measured]).tolist()
-    highs = torch.stack([high.to(device, torch.float32) for _, (_, high) in measured]).tolist()
-    bad = [
-        (one, "nan" if low != low else "inf" if high == math.inf else "-inf")
-        for (one, _), low, high in zip(measured, lows, highs, strict=True)
-        if not math.isfinite(high) or (low == -math.inf and one.kind == "parameter")
-    ]
-    if not bad:
-        return None
-    names = [one.path for one, _ in bad]
-    also = f"; also {', '.join(names[1:3])}" if names[1:] else ""
-    return Diagnosis(
-        "nonfinite_parameters",
-        suspects=tuple(
-            Suspect(one.path.rpartition(".")[0], "", "", "", _dtype(one.tensor), found, 0.0, type(one.owner).__name__)
-            for one, found in bad
-        ),
-        detail=f"{bad[0][0].kind} {names[0]} holds {bad[0][1]}{also}"
-        + (f" and {len(names) - 3} more" if names[3:] else ""),
-        fix=(RELOAD,),
-        evidence={"tensors": float(len(bad))},
-    )
-
-
 def from_outside(trace: Trace, found: Origins) -> Diagnosis:
-    """The verdict where the walk back from the bad values ended at tensors that were bad when they came in."""
-    record = found.outside[0]
-    suspects = tuple(Suspect(_owner(r), "", "", "", r.dtype, r.found, 0.0) for r in found.outside)
-    if record.kind in ("parameter", "buffer"):
-        detail = f"{record.kind} {record.name} holds {record.found}"
-        return Diagnosis("nonfinite_parameters", suspects=suspects, detail=detail, fix=(RELOAD,))
+    """The verdict where the walk back from the bad values ended at tensors that were bad when they came in.
+
+    Weights come before data, since they spoil every batch; but a buffer that holds inf may do so on purpose ("the best
+    loss so far") and comes after them.
+    """
+    broken = [r for r in found.outside if r.kind == "parameter" or (r.kind == "buffer" and r.found == "nan")]
+    guilty = broken or [r for r in found.outside if r.kind not in _STATE] or found.outside
+    record = guilty[0]
+    if record.kind in _STATE:
+        names = [r.name for r in guilty]
+        also = f"; also {', '.join(names[1:3])}" if names[1:] else ""
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        return Diagnosis(
+            "nonfinite_parameters",
+            suspects=_suspects(guilty),
+            detail=f"{record.kind} {record.name} holds {record.found}{also}{more}",
+            fix=(RELOAD,),
+            evidence={"tensors": float(len(guilty))},
+        )
+    suspects = _suspects(guilty)
     detail, evidence = f"input {record.name!r} of the model holds {record.found}", {}
     if record.kind == "tensor":
         detail = f"a tensor that the step uses holds {record.found}{_reader(trace, record)}"
@@ -87,15 +53,14 @@ def from_outside(trace: Trace, found: Origins) -> Diagnosis:
     return Diagnosis("nonfinite_input", suspects=suspects, detail=detail, fix=(_CLEAN,), evidence=evidence)
 
 
-def _owner(record: Record) -> str:
-    """Path of the module that holds a parameter or buffer."""
-    return record.name.rpartition(".")[0] if record.kind in ("parameter", "buffer") else ""
+def _suspects(records: Sequence[Record]) -> tuple[Suspect, ...]:
+    """Each under the path of the module that holds it; data belong to none."""
+    return tuple(
+        Suspect(r.name.rpartition(".")[0] if r.kind in _STATE else "", "", "", "", r.dtype, r.found, 0.0)
+        for r in records
+    )
 
 
 def _reader(trace: Trace, record: Record) -> str:
     reader = next((r for r in trace.records if any(given.record == record.index for given in r.inputs)), None)
     return f" ({reader.operation} reads it at {reader.place.source})" if reader and reader.place.source else ""
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

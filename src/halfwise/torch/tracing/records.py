@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from halfwise.core.diagnosis import Direction
 from halfwise.torch.tracing.attribution import Place
 from halfwise.torch.tracing.operations import SIGN_CHANGING
 
-__all__ = ["Input", "Record", "is_intended", "measure", "read_ranges", "values_of"]
+__all__ = ["Input", "Record", "is_intended", "measure", "read_ranges", "storage_of", "values_of"]
 
 _MEASURED_AS_THEY_ARE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 class Input(NamedTuple):
@@ -90,23 +92,26 @@ class Record:
 
 def measure(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """Smallest and largest value of `tensor` as 0-dim tensors on its device, both NaN if it holds one; None if it is
-    empty.
+    empty, or of a kind or dtype that cannot be measured.
 
     A tensor whose dimensions are in another order than its memory is read in the memory's order (12 times as fast), and
     expanded dimensions are read once.
     """
-    tensor = values_of(tensor)
-    if tensor.numel() == 0:
+    values = values_of(tensor)
+    if values is None or values.numel() == 0:
         return None
-    if tensor.dtype not in _MEASURED_AS_THEY_ARE:
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.float()
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        if 0 in strides:
-            tensor = tensor[tuple(0 if stride == 0 else slice(None) for stride in strides)]
-            strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
-    low, high = torch.aminmax(tensor)
+    try:
+        if values.dtype not in _MEASURED_AS_THEY_ARE:
+            values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values.float()
+        if not values.is_contiguous():
+            strides = values.stride()
+            if 0 in strides:
+                values = values[tuple(0 if stride == 0 else slice(None) for stride in strides)]
+                strides = values.stride()
+            values = values.permute(sorted(range(values.dim()), key=lambda d: -strides[d]))
+        low, high = torch.aminmax(values)
+    except NotImplementedError:  # torch has no kernel for this dtype or device
+        return None
     return low, high
 
 
@@ -150,6 +155,25 @@ def is_intended(record: Record, records: Sequence[Record]) -> bool:
     return signs <= allowed
 
 
-def values_of(tensor: Tensor) -> Tensor:
-    """The strided tensor that holds the values."""
-    return tensor if tensor.layout is torch.strided else tensor._values()
+def values_of(tensor: Tensor) -> Tensor | None:
+    """The strided tensor that holds the values of a dense, sparse or nested one; None where there are none to read:
+    meta, fake and opaque (mkldnn) tensors.
+    """
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta):
+        return tensor  # most often, and at each step of a watched loop
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.is_nested or tensor.layout in _COMPRESSED:
+        return tensor.values()
+    return tensor if tensor.layout is torch.strided else None
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory that holds the values of `tensor`; None where it has none of its own."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors
+        values = values_of(tensor)
+        return None if values is None else values.untyped_storage()

@@ -66,6 +66,8 @@ def replay(model: nn.Module, closures: Sequence[Closure], region: Region, scale:
     Gradients, buffers and random generators are put back afterwards.
     """
     trace = Trace(model) if traced else None
+    if traced:
+        torch.clear_autocast_cache()  # a cast made before the trace would hide the weight that it was made from
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         stack.enter_context(rehearsal(model))

@@ -13,6 +13,7 @@ kept alive: a weak reference keeps the storage's address from being used again, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,12 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _push_mode,
+    is_traceable_wrapper_subclass_type,
+)
 
 from halfwise.torch.names import named_layers
 from halfwise.torch.tracing.attribution import NOWHERE, Attribution, Place
 from halfwise.torch.tracing.operations import Operation, operation_of
-from halfwise.torch.tracing.records import Input, Record, is_intended, measure, read_ranges, values_of
+from halfwise.torch.tracing.records import Input, Record, is_intended, measure, read_ranges, storage_of
 
 __all__ = ["Trace"]
 
@@ -35,6 +41,12 @@ class Trace(TorchDispatchMode):
 
     Args:
         model: names the modules, parameters and buffers.
+        most_records: where so many are reached, nothing more is recorded.
+
+    Attributes:
+        records: what ran, in order.
+        unrecorded: how many operations ran without a record: those on tensors that let nobody look, and those beyond
+            `most_records`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -46,9 +58,12 @@ class Trace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, most_records: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
+        self.unrecorded = 0
+        self._most_records = most_records
+        self._left = False
         self.extents: list[tuple[float, float]] = []
         self._attribution = Attribution(model)
         self._ranges: list[tuple[Tensor, Tensor]] = []
@@ -61,6 +76,20 @@ class Trace(TorchDispatchMode):
                 for name, tensor in tensors.items():
                     if tensor is not None and (key := _storage_key(tensor)):
                         self._declared.setdefault(key, (kind, f"{path}.{name}" if path else name))
+
+    def __exit__(self, *error: Any) -> None:
+        """Leaves the trace. Modes that were entered after it and are still open stay as they are."""
+        modes = _get_current_dispatch_mode_stack()
+        place = next((index for index, mode in enumerate(modes) if mode is self), None)
+        if place is None:  # another thread leaves it, or the garbage collector within an operation: it stays, idle
+            self._left = True
+            _push_mode(self)
+        above = modes[place + 1 :] if place is not None else []
+        for mode in reversed(above):
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for mode in above:
+            TorchDispatchMode.__enter__(mode)
 
     def declare_input(self, name: str, tensor: Tensor) -> None:
         """Says that `tensor` is the model's input `name`; has an effect only before an operation reads it."""
@@ -108,15 +137,37 @@ class Trace(TorchDispatchMode):
         """Runs the operation and records its floating-point results."""
         if types and any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor and its like come back here as the plain tensors they hold
+        if self._left or len(self.records) >= self._most_records:
+            self.unrecorded += 1
+            return func(*args, **kwargs) if kwargs else func(*args)
         operation = operation_of(func)
         if operation.ignored:
             out = func(*args, **kwargs) if kwargs else func(*args)
             self._attribution.here(operation.name)  # its backward may overflow: remember the place
             return out
-        read, scalars = self._sorted(args, kwargs)
-        written = _written(operation, args, kwargs) if operation.written_names else ()
-        inputs = self._inputs(operation, read, written)
+        try:
+            read, scalars = self._sorted(args, kwargs)
+            written = _written(operation, args, kwargs) if operation.written_names else ()
+            inputs = self._inputs(operation, read, written)
+        except Exception:  # a tensor that lets nobody look must not break the user's step
+            self.unrecorded += 1
+            return func(*args, **kwargs) if kwargs else func(*args)
         out = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            self._record(operation, out, read, scalars, written, inputs)
+        except Exception:
+            self.unrecorded += 1
+        return out
+
+    def _record(
+        self,
+        operation: Operation,
+        out: Any,
+        read: dict[int, list[Tensor]],
+        scalars: tuple[float, ...],
+        written: Sequence[Tensor],
+        inputs: tuple[Input, ...],
+    ) -> None:
         direction, place, of = self._attribution.here(operation.name)
         if place is NOWHERE and inputs:
             place = self.records[inputs[0].record].place
@@ -130,7 +181,7 @@ class Trace(TorchDispatchMode):
             if operation.uninitialised:
                 self._producers.pop(key, None)
                 continue
-            partial = bool(written) and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+            partial = bool(written) and tensor.numel() * tensor.element_size() < _bytes(tensor)
             record = Record(
                 index=len(self.records),
                 operation=operation.name,
@@ -146,11 +197,10 @@ class Trace(TorchDispatchMode):
                 extent=self._measured(tensor),
             )
             self._register(key, tensor, record)
-        return out
 
     def _register(self, key: int, tensor: Tensor, record: Record) -> None:
-        if key not in self._producers:
-            self._kept.append(StorageWeakRef(values_of(tensor).untyped_storage()))
+        if key not in self._producers and (storage := storage_of(tensor)) is not None:
+            self._kept.append(StorageWeakRef(storage))
         self._producers[key] = record.index
         self.records.append(record)
 
@@ -199,7 +249,7 @@ class Trace(TorchDispatchMode):
             direction="forward",
             of="",
             dtype=_DTYPE_NAMES[tensor.dtype],
-            numel=values_of(tensor).untyped_storage().nbytes() // tensor.element_size(),  # smaller reads are measured
+            numel=_bytes(tensor) // tensor.element_size(),  # smaller reads are measured
             inputs=(),
             scalars=(),
             kind=kind,
@@ -227,11 +277,14 @@ _DTYPE_NAMES = _DtypeNames()
 
 
 def _storage_key(tensor: Tensor) -> int:
-    """What identifies the memory of `tensor`; 0 where it has none of its own (meta and foreign tensors)."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return int(values_of(tensor).untyped_storage()._cdata) if tensor.layout is torch.sparse_coo else 0
+    """What identifies the memory of `tensor`; 0 where it has none of its own (opaque and foreign tensors)."""
+    storage = storage_of(tensor)
+    return 0 if storage is None else int(storage._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage.nbytes()
 
 
 def _holds_floats(tensor: Tensor) -> bool:

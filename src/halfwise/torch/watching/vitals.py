@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfwise.torch.nested import floating_tensors
-from halfwise.torch.tracing.records import measure
+from halfwise.torch.tracing.records import measure, values_of
 
 __all__ = ["highest", "is_unsound", "squared_norm"]
 
@@ -26,7 +26,7 @@ def squared_norm(parameters: Sequence[Tensor]) -> Tensor | float:
     A number where all gradients lie on a CPU; else a float32 scalar on the device. Gradients are left as they are.
     """
     gradients = [_values(p.grad) for p in parameters if p.grad is not None]
-    if not gradients:
+    if not gradients or gradients[0].is_meta:
         return 0.0
     first = gradients[0]
     if any(g.dtype is not first.dtype or g.device != first.device for g in gradients):
@@ -34,21 +34,26 @@ def squared_norm(parameters: Sequence[Tensor]) -> Tensor | float:
     else:
         norms = list(torch._foreach_norm(gradients))
     if first.device.type == "cpu":
-        total = sum(norm.item() ** 2 for norm in norms)
+        total = 0.0
+        for norm in norms:
+            value = norm.item()
+            total += value * value  # `**` raises an error where this gives inf
         return total if total <= _LARGEST else math.inf if total == total else math.nan
     return torch.stack(norms).float().square().sum()
 
 
 def _values(gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided:
-        gradient = gradient._values()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        values = values_of(gradient)
+        gradient = gradient.to_dense() if values is None else values
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def highest(output: Any) -> list[Tensor]:
     """The largest value of each floating-point tensor in a model's output, NaN where it holds one; on its device."""
-    if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
-        return [measure(output.detach())[1]]  # type: ignore[index]
+    if isinstance(output, Tensor) and output.is_floating_point():
+        extent = measure(output.detach())
+        return [] if extent is None else [extent[1]]
     return [extent[1] for tensor in floating_tensors(output) if (extent := measure(tensor.detach())) is not None]
 
 
