@@ -72,7 +72,7 @@ def test_a_module() -> None:
         "Computes in float32",
         "Because its values would not fit the format",
         "largest value 1.1e+05",
-        "seconds in the format 2 ms",
+        "time in the format 2 ms",
         "activation 1.15e+05 25.0% 66.7% none 0",
         "weight gradient 1 0.0% none none 1",
         "float16's gradients at the loss scale 1024",

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from halfwise.core.diagnosis import Incident
 from halfwise.report.train import TrainingView, training_screen
+from halfwise.report.words import command_name
 
 HEALED = Incident(
     step=12,
@@ -88,7 +89,7 @@ def test_auto_that_chose_float32_gives_the_measured_ratios_and_reasons() -> None
         "Incidents none",
         "conv float32 the format is not faster here: bfloat16 takes 12 of its time",
         "Run directory runs/image-auto-1",
-        "Next halfwise explain runs/image-auto-1",
+        f"Next {command_name()} explain runs/image-auto-1",
     ):
         assert part in text
 

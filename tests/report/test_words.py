@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from halfwise.report.words import count, evidence_text, ratio_text, seconds_text
+from halfwise.report.words import command_name, count, evidence_text, ratio_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,18 @@ def test_evidence() -> None:
     assert evidence_text(evidence) == [
         ("largest value", "1.1e+05"),
         ("rounds to zero", "1.23%"),
-        ("seconds in float32", "2.1 ms"),
+        ("time in float32", "2.1 ms"),
         ("time in float16 relative to float32", "13"),
         ("new one", "2"),
     ]
+
+
+def test_the_command_is_named_as_it_can_be_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert command_name() == "halfwise"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv" / "bin" / "halfwise")])
+    assert command_name() == ".venv/bin/halfwise"
+    monkeypatch.setattr("sys.argv", ["somewhere/__main__.py"])
+    assert command_name() == "python -m halfwise"

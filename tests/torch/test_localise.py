@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from halfwise.core.diagnosis import Diagnosis
@@ -282,6 +285,19 @@ def test_state_is_blamed_only_where_it_reaches_the_loss_and_not_for_bad_data() -
     found = find(model, lambda: model(torch.tensor([[1.0, math.nan, 0.0, 0.0]])))
     assert (found.verdict, found.module, found.evidence) == ("nonfinite_parameters", "head", {"tensors": 2.0})
     assert {"head.weight", "head.bias"} <= set(found.detail.replace(";", "").split())
+
+
+def test_a_broken_weight_of_a_sharded_model_is_named() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with torch.no_grad():
+            model[1].weight[0, 0] = math.nan  # type: ignore[operator]
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        found = find(model, lambda: model(torch.ones(2, 4)).float().mean(), format_name="bfloat16")
+    finally:
+        dist.destroy_process_group()
+    assert (found.verdict, found.module) == ("nonfinite_parameters", "1")
 
 
 def test_a_broken_weight_is_named_though_the_caller_has_cast_it_before() -> None:

@@ -420,3 +420,71 @@ def test_every_hundredth_step_looks_at_weights_and_gradients() -> None:
         histogram = mp.profile.get("0", "weight_gradient")
         assert histogram is not None
         assert histogram.total == 4 * 8 + 8
+
+
+def test_auto_says_what_it_chose_once_and_why() -> None:
+    model = network()
+    said: list[str] = []
+    timing = hw.TimingTable.uniform(["0", "2"], relative={"bfloat16": 0.5})
+    with hw.MixedPrecision(model, sgd(model), "auto", timing=timing, log=said.append) as mp:
+        assert "gathering evidence" in repr(mp)
+        for _ in range(6):
+            mp.step(lambda: loss_of(model))
+        assert len(said) == 1
+        assert '"auto" chose bfloat16, in 2 of 2 layers' in said[0]
+        assert "all layers together take 0.50 times their float32 time" in said[0]
+        assert repr(mp) == (
+            "MixedPrecision(policy='auto', bfloat16, loss_scale=1, steps=6, skipped_steps=0, incidents=0)"
+        )
+        lines = str(mp.plan).splitlines()
+    assert lines[0] == "Plan for Sequential (torch), target here"
+    assert [line.split()[:2] for line in lines[1:]] == [["default", "bfloat16"], ["0", "bfloat16"], ["2", "bfloat16"]]
+
+
+def test_disabled_means_plain_training_without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFWISE_DISABLE", "1")
+    model = network()
+    with hw.MixedPrecision(model, sgd(model), "mixed_float16") as mp:
+        assert mp.step(lambda: loss_of(model) * float("nan")).applied
+    assert all(bool(torch.isnan(p).all()) for p in model.parameters())
+
+
+def test_without_a_guard_endless_skips_are_told_once() -> None:
+    model = network()
+    said: list[str] = []
+    with hw.MixedPrecision(model, sgd(model), "mixed_float16", guard=False, log=said.append) as mp:
+        for _ in range(50):
+            mp.step(lambda: loss_of(model) * float("nan"))
+    assert len(said) == 1
+    assert "20 steps in a row were skipped" in said[0]
+
+
+def test_a_gradscalers_state_that_nobody_uses_is_told() -> None:
+    model = network()
+    said: list[str] = []
+    state = torch.amp.GradScaler("cpu", init_scale=4.0).state_dict()
+    with hw.MixedPrecision(model, sgd(model), "mixed_bfloat16", log=said.append) as mp:
+        mp.load_state_dict(state)
+    assert "not used" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("guard", "advice"),
+    [(True, 'mp.plan.save("plan.toml")'), ("report", 'policy=hw.Plan.manual({"hot": "float32"}')],
+)
+def test_advice_suits_somebody_who_trains_with_it_already(guard: Any, advice: str) -> None:
+    class Hot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hot, self.norm = nn.Linear(4, 64), nn.LayerNorm(64)
+            nn.init.normal_(self.hot.weight, 0.0, 1e5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.hot(x))
+
+    model = Hot()
+    with hw.MixedPrecision(model, sgd(model), "mixed_float16", guard=guard, log=lambda _: None) as mp:
+        incident = mp.step(lambda: model(X).float().square().mean()).incident
+    assert incident is not None
+    assert advice in incident.text
+    assert "hw.apply" not in incident.text

@@ -195,7 +195,7 @@ class Incident:
             dtype=diagnosis.dtype,
             rank=rank,
             action=action,
-            suspects=tuple(s.module for s in diagnosis.suspects),
+            suspects=tuple(dict.fromkeys(s.module for s in diagnosis.suspects)),
             text=diagnosis.text(),
         )
 

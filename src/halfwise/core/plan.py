@@ -127,7 +127,8 @@ class Change:
     after: object
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.field} {self.before} -> {self.after}"
+        before, after = ("nothing" if value is None else value for value in (self.before, self.after))
+        return f"{self.where}: {self.field} {before} -> {after}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +258,18 @@ class Plan:
             raise PlanError(f"the plan{made_for} names modules that {model!r} does not have: {shown}; {hint}")
         for path in known:
             self.match(path)
+
+    def __str__(self) -> str:
+        """The plan for people: the default and every entry, each with its reason."""
+        entries: list[tuple[str, Default | Rule]] = [("default", self.default), *((r.name, r) for r in self.layers)]
+        width = max(len(name) for name, _ in entries)
+        lines = [f"Plan for {self.model or 'any model'} ({self.framework}), target {self.target}"]
+        for name, entry in entries:
+            detail = f" ({entry.detail})" if entry.detail else ""
+            lines.append(f"  {name or '(the model)':<{width}}  {entry.compute:<8}  {REASONS[entry.reason]}{detail}")
+        if self.loss_scale is not None:
+            lines.append(f"  loss scale from {self.loss_scale.initial:g}")
+        return "\n".join(lines)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What must change in this plan to become `other`, evidence and wording left out."""

@@ -26,6 +26,7 @@ __all__ = [
     "loss_scale_for",
     "plan_from",
     "range_gate",
+    "times",
 ]
 
 HEADROOM = 8.0
@@ -154,7 +155,7 @@ def plan_from(profile: Profile, timing: TimingTable, *, framework: str = "torch"
     gain, name, scale = best
     layers = tuple(_decide(profile, timing, path, name, scale) for path in paths)
     layers += tuple(_untimed(profile, timing, name, scale))
-    detail = f"all layers together take {1.0 - gain / everything:.2g} times their float32 time"
+    detail = f"all layers together take {times(1.0 - gain / everything)} times their float32 time"
     loss_scale = None
     if any(rule.compute == "float16" for rule in layers):
         loss_scale = LossScaleSettings(initial=min(scale, CEILING), hysteresis=2)
@@ -182,7 +183,7 @@ def float32_plan(
     ratios = {name: timing.ratio(name) for name in timing.formats}
     quickest = min(ratios, key=ratios.__getitem__, default=None)
     bounds = {name: any(timing.is_lower_bound(p, name) for p in paths) for name in ratios}
-    told = ", ".join(f"{name} {'at least ' if bounds[name] else ''}{ratio:.2g}" for name, ratio in ratios.items())
+    told = ", ".join(f"{name} {'at least ' if bounds[name] else ''}{times(ratio)}" for name, ratio in ratios.items())
     reason: Reason = "slower"
     sentence = f"time relative to float32 here: {told}" if told else "no half-precision format can be run here"
     layers: tuple[Rule, ...] = ()
@@ -252,7 +253,16 @@ def _compared(timing: TimingTable, path: str, name: str) -> str:
     if seconds is None:
         return f"{name} was not measured"
     at_least = "at least " if timing.is_lower_bound(path, name) else ""
-    return f"{name} takes {at_least}{seconds / full:.2g} times the float32 time of {full * 1e3:.3g} ms"
+    return f"{name} takes {at_least}{times(seconds / full)} times the float32 time of {full * 1e3:.3g} ms"
+
+
+def times(ratio: float) -> str:
+    """A ratio of times as people read it: 0.62, 1.03, 18, 130.
+
+    >>> times(1.032), times(131.4)
+    ('1.03', '131')
+    """
+    return f"{ratio:.2f}" if ratio < 10.0 else f"{ratio:.0f}"
 
 
 def _gain(timing: TimingTable, path: str, name: str) -> float:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from halfwise.core.diagnosis import Incident
 from halfwise.report.tables import because, facts, incident_text, plain, plan_table
-from halfwise.report.words import count, ratio_text, seconds_text
+from halfwise.report.words import command_name, count, ratio_text, seconds_text
 
 __all__ = ["TrainingView", "training_screen"]
 
@@ -97,7 +97,7 @@ def training_screen(summary: Mapping[str, Any], run: str) -> RenderableType:
         parts += ["", plan_table(layers, most=_MOST_LAYERS)]
     where: list[tuple[str, RenderableType]] = [
         ("Run directory", run),
-        ("Next", Text(f"halfwise explain {run}", style="cyan")),
+        ("Next", Text(f"{command_name()} explain {run}", style="cyan")),
     ]
     parts += ["", facts(where), ""]
     return Padding(Group(*parts), (0, 1))

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-__all__ = ["count", "evidence_text", "ratio_text", "seconds_text"]
+__all__ = ["command_name", "count", "evidence_text", "ratio_text", "seconds_text"]
 
 _NAMES = {
     "largest": "largest value",
     "largest_input": "largest input",
-    "seconds": "seconds in the format",
-    "seconds_float32": "seconds in float32",
+    "seconds": "time in the format",
+    "seconds_float32": "time in float32",
     "underflow": "rounds to zero",
     "score": "sensitivity",
 }
+
+
+def command_name() -> str:
+    """How the command can be typed here: `halfwise` where the shell finds it, else the path that it was started by."""
+    if shutil.which("halfwise"):
+        return "halfwise"
+    started = Path(sys.argv[0])
+    if started.name != "halfwise":
+        return "python -m halfwise"
+    return os.path.relpath(started) if started.is_absolute() else str(started)
 
 
 def seconds_text(seconds: float) -> str:

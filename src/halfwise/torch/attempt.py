@@ -46,12 +46,14 @@ class Attempt:
         loss: the loss, detached, not scaled, no dimensions.
         output: what the closure returned besides it.
         loss_value, norm_value: loss and gradient norm on the host.
+        unchecked: it is to be applied whatever the numbers are.
     """
 
     loss: Tensor
     output: Any
     loss_value: float
     norm_value: float
+    unchecked: bool = False
 
     @property
     def loss_finite(self) -> bool:
@@ -66,4 +68,4 @@ class Attempt:
     @property
     def sound(self) -> bool:
         """The step may be applied."""
-        return self.loss_finite and self.gradients_sound
+        return self.unchecked or (self.loss_finite and self.gradients_sound)

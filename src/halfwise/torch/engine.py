@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from halfwise.core.diagnosis import Diagnosis, Incident
 from halfwise.core.guard import Action, GuardState, Observation, observe
 from halfwise.core.loss_scale import LossScaleSettings
-from halfwise.core.plan import Plan
+from halfwise.core.plan import REASONS, Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
@@ -40,11 +40,12 @@ from halfwise.torch.tracing.armed import ArmedTrace
 
 __all__ = ["Engine"]
 
+_MANY_SKIPS = 20  # more than the loss scale's whole way down takes
 _SAMPLE_EVERY = 100  # steps between two looks at weights and weight gradients
 
 
 class Engine:
-    """See `MixedPrecision` for the arguments.
+    """See `MixedPrecision` for the arguments; `unchecked` applies every step, as a plain loop does.
 
     Attributes:
         plan: the plan in force; None while evidence is gathered (everything is in float32 then).
@@ -62,10 +63,12 @@ class Engine:
         tolerance: float,
         timing: TimingTable | None,
         log: Callable[[str], None],
+        unchecked: bool = False,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.guard = guard
+        self.unchecked = unchecked
         self.log = log
         self.device_type = device_type_of(model)
         self.plan: Plan | None = None
@@ -77,10 +80,12 @@ class Engine:
         self.steps = 0
         self._told_what_never_ran = False
         self.skipped_steps = 0
+        self._skips_in_a_row = 0
         self.begun: Begun | None = None
         self.scale = LossScale(LossScaleSettings())
         self.evidence: Evidence | None = None
-        self.suppresses = self.device_type == "cuda" and can_suppress(self.optimizers)  # a CPU has nothing to wait for
+        on_device = self.device_type == "cuda"  # a CPU has nothing to wait for
+        self.suppresses = on_device and not unchecked and can_suppress(self.optimizers)
         self.steps_in_optimizer = any(needs_closure(optimizer) for optimizer in self.optimizers)
         self.armed = False  # the next step without a closure is to be traced
         self._trace: ArmedTrace | None = None
@@ -223,7 +228,7 @@ class Engine:
             step_unless_unsound(self.optimizers, *numbers)
             begun.stepped = True
         norm_value, loss_value = numbers.tolist()
-        return Attempt(loss, output, loss_value, norm_value)
+        return Attempt(loss, output, loss_value, norm_value, unchecked=self.unchecked)
 
     def finish(self, attempt: Attempt, closures: tuple[Closure, ...] | None, max_norm: float | None) -> StepResult:
         """Applies or skips the step, after healing where the guard can, and ends it."""
@@ -252,6 +257,9 @@ class Engine:
         closures: tuple[Closure, ...] | None,
     ) -> StepResult:
         """Counts the step, moves the loss scale, and makes the plan where enough evidence was seen."""
+        self._skips_in_a_row = 0 if attempt.sound else self._skips_in_a_row + 1
+        if self._skips_in_a_row == _MANY_SKIPS and not self.guard:
+            self.log(f"{_MANY_SKIPS} steps in a row were skipped; guard=True or hw.diagnose(model, closure) says why")
         if not attempt.sound:
             self._buffers.restore()
             self.skipped_steps += 1
@@ -382,6 +390,11 @@ class Engine:
         plan = evidence.plan(Trial(self.model, closures) if closures is not None else None)
         self.profile, self.timing = evidence.profile, evidence.timing
         self.use_plan(plan)
+        half = sum(rule.compute != "float32" for rule in plan.layers)
+        what = f"{plan.default.compute}, in {half} of {len(plan.layers)} layers" if half else "float32"
+        self.log(
+            f'"auto" chose {what}: {REASONS[plan.default.reason]} ({plan.default.detail}). All of it: print(mp.plan)'
+        )
 
     def _no_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """Under data parallelism gradients are reduced after the last closure only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from statistics import pstdev
+from statistics import median, pstdev
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ from halfwise.torch.snapshot import rehearsal
 __all__ = ["EVIDENCE_STEPS", "Evidence", "Trial"]
 
 EVIDENCE_STEPS = 3
-_ROUNDS = 4
+_LEAST_ROUNDS = 4
+_MOST_ROUNDS = 12
+_ENOUGH_SECONDS = 1.0  # of float32 steps
 
 
 class Evidence:
@@ -106,30 +108,42 @@ class Evidence:
         try:
             return self._tried(plan, trial, name)
         except Exception as error:  # a trial must never end a training
-            detail = f"tried on a whole step: {plan.default.compute} cannot run it: {error}"
+            detail = f"tried on a whole step, {plan.default.compute} cannot run it: {error}"
             return float32_plan(self.profile, self.timing, model=name, because=("operation", detail))
 
     def _tried(self, plan: Plan, trial: Trial, name: str) -> Plan:
         full = float32_plan(self.profile, self.timing, model=name)
         trial(plan), trial(full)  # warm-up
-        half_runs, full_runs = [], []
-        for _ in range(_ROUNDS):
+        half_runs: list[tuple[float, float]] = []
+        full_runs: list[tuple[float, float]] = []
+        while len(full_runs) < _LEAST_ROUNDS or (
+            len(full_runs) < _MOST_ROUNDS and sum(seconds for _, seconds in full_runs) < _ENOUGH_SECONDS
+        ):
             half_runs.append(trial(plan))
             full_runs.append(trial(full))
-        ratio = min(seconds for _, seconds in half_runs) / min(seconds for _, seconds in full_runs)
+        ratio = _relative_time([seconds for _, seconds in half_runs], [seconds for _, seconds in full_runs])
         change = abs(half_runs[-1][0] - full_runs[-1][0])
         spread = pstdev(self._losses)
         what = plan.default.compute
         if not ratio < 1.0 - LEAST_GAIN:
-            detail = f"tried on a whole step: {what} takes {ratio:.2g} times the float32 time"
+            detail = f"tried on a whole step, {what} takes {ratio:.2f} times the float32 time"
             return float32_plan(self.profile, self.timing, model=name, because=("slower", detail))
         if not (math.isfinite(change) and change <= max(self._tolerance * spread, 1e-3 * abs(full_runs[-1][0]))):
             detail = (
-                f"tried on a whole step: {what} changes the loss by {change:.3g}; "
+                f"tried on a whole step, {what} changes the loss by {change:.3g}; "
                 f"its spread over batches is {spread:.3g}, of which {self._tolerance:g} may be spent"
             )
             return float32_plan(self.profile, self.timing, model=name, because=("sensitivity", detail))
         return plan
+
+
+def _relative_time(half: list[float], full: list[float]) -> float:
+    """The larger of two answers: by pairs (their median) and by the shortest times.
+
+    On a busy machine either alone is easily fooled, and a wrong "faster" costs more than a missed one.
+    """
+    pairs = median(a / b for a, b in zip(half, full, strict=True))
+    return max(pairs, min(half) / min(full))
 
 
 def _check_timing(timing: TimingTable, model: nn.Module) -> None:

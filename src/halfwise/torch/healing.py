@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from halfwise.core.diagnosis import Diagnosis, Incident
@@ -37,7 +38,7 @@ def heal(engine: Engine, closures: tuple[Closure, ...], attempt: Attempt) -> Out
     incident: Incident | None = None
     retries = 0
     while True:
-        diagnosis = engine.localise(closures)
+        diagnosis = _with_fix_for(engine, engine.localise(closures))
         engine.guard_state, conclusion = conclude(engine.guard_state, diagnosis)
         if conclusion == "demote" and engine.guard != "report":
             plan = _next_plan(engine, diagnosis, last_resort=retries >= _ROUNDS)
@@ -68,6 +69,7 @@ def heal_later_steps(engine: Engine, diagnosis: Diagnosis | None) -> Incident | 
     if diagnosis is None:
         detail = "the step could not be traced, because another dispatch mode (a profiler, a FLOP counter) is active"
         diagnosis = Diagnosis("not_reproducible", detail=detail)
+    diagnosis = _with_fix_for(engine, diagnosis)
     engine.guard_state, conclusion = conclude(engine.guard_state, diagnosis)
     if conclusion == "demote" and engine.guard != "report":
         plan = _next_plan(engine, diagnosis, last_resort=False)
@@ -76,6 +78,19 @@ def heal_later_steps(engine: Engine, diagnosis: Diagnosis | None) -> Incident | 
             return engine.record(Incident.of(diagnosis, step=engine.steps, kind="healed", action="float32"))
         engine.guard_state, conclusion = unhealed(engine.guard_state)
     return _left_out(engine, diagnosis, stop=conclusion == "stop")
+
+
+def _with_fix_for(engine: Engine, diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis with advice for somebody who trains under `MixedPrecision` already."""
+    if diagnosis.verdict != "overflow_at_every_scale" or engine.plan is None or not diagnosis.module:
+        return diagnosis
+    if engine.guard == "report":
+        modules = dict.fromkeys(suspect.module for suspect in diagnosis.suspects if suspect.module)
+        rules = ", ".join(f'"{module}": "float32"' for module in modules)
+        line = f'policy=hw.Plan.manual({{{rules}}}, default="{engine.plan.default.compute}")'
+        return replace(diagnosis, fix=(line,))
+    done = ("done. To begin like this next time:", 'mp.plan.save("plan.toml"), then policy="plan.toml"')
+    return replace(diagnosis, fix=done)
 
 
 def _left_out(engine: Engine, diagnosis: Diagnosis, *, stop: bool) -> Incident | None:

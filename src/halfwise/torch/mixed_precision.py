@@ -98,7 +98,21 @@ class MixedPrecision:
         self._engine: Engine
         _take_over(model, self)
         self._engine = Engine(
-            model, optimizers, plan, guard=guard, tolerance=tolerance, timing=timing, log=log or _LOG.warning
+            model,
+            optimizers,
+            plan,
+            guard=guard,
+            tolerance=tolerance,
+            timing=timing,
+            log=log or _LOG.warning,
+            unchecked=disabled(),
+        )
+
+    def __repr__(self) -> str:
+        plan = "gathering evidence" if self.plan is None else self.plan.default.compute
+        return (
+            f"MixedPrecision(policy={self._policy!r}, {plan}, loss_scale={self.loss_scale:g}, "
+            f"steps={self.steps}, skipped_steps={self.skipped_steps}, incidents={len(self.incidents)})"
         )
 
     # What it knows

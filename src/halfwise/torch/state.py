@@ -45,6 +45,8 @@ def load_state_dict(engine: Engine, saved: Mapping[str, Any]) -> str | None:
         )
     if "version" not in saved:  # a GradScaler's
         engine.scale.load_state_dict(saved)
+        if saved and not engine.scaled:
+            engine.log("the GradScaler's state was read and is not used: nothing computes in float16 under this policy")
         return None
     if saved["version"] != _VERSION:
         raise UsageError(f"the state has version {saved['version']!r}; this halfwise reads version {_VERSION}")

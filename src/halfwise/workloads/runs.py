@@ -68,7 +68,13 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
                 f"the run in {str(directory)!r} was started with {option} {kept}, not {value}. A run goes on as it "
                 f"began (only --epochs may change): leave {option} out, or start a new run with another --out."
             )
-    settings = replace(settings, epochs=given.get("epochs", settings.epochs))
+    epochs = given.get("epochs", settings.epochs)
+    if epochs < settings.epochs:
+        raise UsageError(
+            f"--epochs {epochs} is less than the {settings.epochs} that the run in {directory} was started with; "
+            "leave --epochs out to finish it, or give more"
+        )
+    settings = replace(settings, epochs=epochs)
     # The record has its own copy of the plan: the file may be gone or changed by now.
     plan = None if settings.policy in POLICIES else hw.Plan.load(record.plan_path)
     data = _load(settings)

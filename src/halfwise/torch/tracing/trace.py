@@ -74,7 +74,10 @@ class Trace(TorchDispatchMode):
         for path, module in named_layers(model):
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():
-                    if tensor is not None and (key := _storage_key(tensor)):
+                    if tensor is None:
+                        continue
+                    held = getattr(tensor, "_local_tensor", tensor)  # a DTensor computes on its part of it
+                    if key := _storage_key(held):
                         self._declared.setdefault(key, (kind, f"{path}.{name}" if path else name))
 
     def __exit__(self, *error: Any) -> None:
