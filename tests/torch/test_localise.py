@@ -288,7 +288,7 @@ def test_state_is_blamed_only_where_it_reaches_the_loss_and_not_for_bad_data() -
 
 
 def test_a_broken_weight_of_a_sharded_model_is_named() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with torch.no_grad():

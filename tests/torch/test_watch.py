@@ -759,3 +759,27 @@ def test_bad_arguments() -> None:
         Watch(model, 0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="GradScaler"):
         watch(model, optimizer, 65536.0)  # type: ignore[arg-type]
+
+
+def test_single_bad_batches_are_told_and_not_taken_for_the_loss_scale() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    said: list[str] = []
+    with watch(model, optimizer, scaler, log=said.append) as seen:
+        for step in range(12):
+            x = torch.ones(2, 4)
+            if step in (3, 7):
+                x[0, 0] = float("nan")
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert seen.nonfinite_steps == [3, 7]
+    assert len(said) == 1
+    assert "step 3 computed NaN or inf" in said[0]
+    summary = seen.summary()
+    assert "NaN or inf in the model's output or the loss in 2 steps: 3, 7" in summary
+    assert "healthy" not in summary

@@ -392,9 +392,7 @@ class Engine:
         self.use_plan(plan)
         half = sum(rule.compute != "float32" for rule in plan.layers)
         what = f"{plan.default.compute}, in {half} of {len(plan.layers)} layers" if half else "float32"
-        self.log(
-            f'"auto" chose {what}: {REASONS[plan.default.reason]} ({plan.default.detail}). All of it: print(mp.plan)'
-        )
+        self.log(f'"auto" chose {what}: {REASONS[plan.default.reason]} ({plan.default.detail})')
 
     def _no_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """Under data parallelism gradients are reduced after the last closure only."""

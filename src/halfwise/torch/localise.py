@@ -68,7 +68,7 @@ def localise(
         plain = replay(model, closures, full, 1.0, traced=False)
     except RuntimeError as error:  # code that casts to half itself meets weights in float32
         what = f"{traced.what} in {half_format}, and the code does not run in float32 ({str(error).splitlines()[0]})"
-        if fixes.is_for_want_of_precision(traced.trace, found.operations[0]):
+        if found.operations and fixes.is_for_want_of_precision(traced.trace, found.operations[0]):
             return precision_verdict(traced.trace, found, what, half_format, device, loss_scale)
         return unsound_in_float32(traced.trace, found, what)
     if plain.sound:

@@ -86,6 +86,7 @@ class Watch:
         applied_steps, skipped_steps: how often the optimizer stepped, and how often the scaler skipped it.
         loss_scale_history: `(step, scale)` at the beginning and after each change; steps count from 0.
         diagnoses: all that were found, the latest last.
+        nonfinite_steps: the steps in which the model's output or the loss was NaN or inf.
         dead_updates: share of elements per parameter whose last sampled update was lost to rounding though the gradient
             was not zero; sampled every 100 applied steps.
     """
@@ -106,6 +107,7 @@ class Watch:
         self.skipped_steps = 0
         self.loss_scale_history: list[tuple[int, float]] = []
         self.diagnoses: list[Diagnosis] = []
+        self.nonfinite_steps: list[int] = []
         self.dead_updates: dict[str, float] = {}
         self._model = model
         self._optimizer = optimizer
@@ -163,10 +165,14 @@ class Watch:
         """What was seen so far, in a few lines of text."""
         lines = [f"{self.steps} steps: {self.applied_steps} applied, {self.skipped_steps} skipped"]
         if self._scaler:
-            lines.append(f"loss scale {self._scale:g}, {len(self.loss_scale_history) - 1} changes")
+            lines.append(f"loss scale {self._scale:g}, changed {len(self.loss_scale_history) - 1} times")
+        if self.nonfinite_steps:
+            shown = ", ".join(map(str, self.nonfinite_steps[:5])) + (", ..." if len(self.nonfinite_steps) > 5 else "")
+            lines.append(f"NaN or inf in the model's output or the loss in {_count(self.nonfinite_steps)}: {shown}")
         if self.skipped_steps:
-            verdict = VERDICTS["loss_scale_settling"] if not self.diagnoses else "see the diagnosis"
-            lines.append(f"skipped steps: {verdict}; a scheduler that steps anyway is {self.skipped_steps} steps ahead")
+            settling = not self.diagnoses and not self.nonfinite_steps
+            verdict = f": {VERDICTS['loss_scale_settling']}" if settling else ""
+            lines.append(f"skipped steps{verdict}; a scheduler that steps anyway is {self.skipped_steps} ahead")
         worst = sorted(self.dead_updates.items(), key=lambda item: -item[1])[:3]
         if worst and worst[0][1] > 0.01:
             lines.append("updates lost to rounding: " + ", ".join(f"{name} {share:.0%}" for name, share in worst))
@@ -286,7 +292,7 @@ class Watch:
             if value.device.type != "cpu":
                 self._fresh.append(value)
             elif is_unsound(value):
-                self._arm()
+                self._note_bad_value(self.steps)
 
     def _resolve(self) -> None:
         """Reads what the step before left on an accelerator; what this step leaves is read after the next."""
@@ -295,7 +301,7 @@ class Watch:
             self._count(skipped)
         unread, self._unread, self._fresh = self._unread, self._fresh, []
         if any(is_unsound(value) for value in unread):
-            self._arm()
+            self._note_bad_value(self.steps - 1)
 
     def _count(self, skipped: bool) -> None:
         """Counts a step, and by the guard's own rule decides whether skips are still normal."""
@@ -314,6 +320,12 @@ class Watch:
         self._guard, action = observe(self._guard, seen)
         if action == "localise":
             self._arm()
+
+    def _note_bad_value(self, step: int) -> None:
+        """An output, the loss or (without a scaler) a gradient is NaN or inf: that is not the loss scale's doing."""
+        if not self.nonfinite_steps or self.nonfinite_steps[-1] != step:
+            self.nonfinite_steps.append(step)
+        self._arm()
 
     def _arm(self) -> None:
         """Has the following steps recorded, unless this failure was diagnosed a moment ago."""
@@ -339,6 +351,12 @@ class Watch:
         self._tries -= 1
         diagnosis = armed.finish(self._parameters, loss_scale=self._scale, device=self._device)
         if diagnosis is None:
+            if self._tries == 0 and self.nonfinite_steps:
+                self._say(
+                    f"halfwise: step {self.nonfinite_steps[-1]} computed NaN or inf, and the steps after it are sound: "
+                    "look at that step's batch.\nhw.diagnose(model, closure) on it names the operation.",
+                    "one bad step",
+                )
             return
         self._tries = 0
         self._rest_until = self.steps + self._rest
@@ -372,6 +390,10 @@ class Watch:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _count(steps: list[int]) -> str:
+    return "1 step" if len(steps) == 1 else f"{len(steps)} steps"
 
 
 def _with_history(diagnosis: Diagnosis, history: str) -> Diagnosis:
