@@ -1,4 +1,7 @@
-"""Localising by replay: the right verdict, module and line for each kind of fault, and nothing left behind."""
+"""Localising by replay: the right verdict, module and line for each kind of fault, and nothing left behind.
+
+Over 500 lines because each fault needs a small model of its own, whose lines the test then names.
+"""
 
 from __future__ import annotations
 

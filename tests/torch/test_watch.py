@@ -1,4 +1,7 @@
-"""`hw.watch`: a loop watched is the loop unwatched, and a planted fault is named."""
+"""`hw.watch`: a loop watched is the loop unwatched, and a planted fault is named.
+
+Over 500 lines because each kind of loop needs a loop of its own, and the comparers that all of them share stand here.
+"""
 
 from __future__ import annotations
 

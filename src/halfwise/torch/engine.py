@@ -74,7 +74,6 @@ class Engine:
         self.plan: Plan | None = None
         self.profile: Profile | None = None
         self.timing = timing
-        self.tolerance = tolerance
         self.incidents: list[Incident] = []
         self.guard_state = GuardState()
         self.steps = 0
