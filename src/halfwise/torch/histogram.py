@@ -29,7 +29,7 @@ _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def exponent_histogram(tensor: Tensor, *, threads: int | None = None) -> ExponentHistogram:
+def exponent_histogram(tensor: Tensor, *, threads: int = 1) -> ExponentHistogram:
     """The exponent histogram of a tensor's values.
 
     CPU tensors that are dense in memory (transposed and channels-last ones too) are read in place; strided ones are
@@ -39,7 +39,8 @@ def exponent_histogram(tensor: Tensor, *, threads: int | None = None) -> Exponen
 
     Args:
         tensor: a floating or complex tensor of any shape, layout and device; it may require gradients or be empty.
-        threads: threads to count with, at most; None takes `torch.get_num_threads()`. Small tensors use fewer.
+        threads: threads to count with, at most; small tensors use fewer. One (the default) is bound by arithmetic, so
+            more pay only where they have cores of their own: not on two hyperthreads, nor beside torch's waiting ones.
 
     Raises:
         UsageError: the tensor is an integer, boolean or quantized one, or has no values ("meta" device).
@@ -54,7 +55,7 @@ def exponent_histogram(tensor: Tensor, *, threads: int | None = None) -> Exponen
         raise UsageError('exponent_histogram got a tensor on the device "meta", which has no values: give a real one')
     if values.device.type != "cpu" or not has_numba():
         return ExponentHistogram.from_counts(_count_with_operations(values))
-    return ExponentHistogram.of(_as_numpy(values), threads=threads or torch.get_num_threads())
+    return ExponentHistogram.of(_as_numpy(values), threads=threads)
 
 
 def _plain(values: Tensor) -> Tensor:
