@@ -96,3 +96,26 @@ def test_a_normal_value_kept_back_survives_a_look_in_between() -> None:
     assert np.random.normal() == first
     inner.restore()
     assert np.random.normal() != first
+
+
+def test_only_generators_that_were_drawn_from_are_found() -> None:
+    before = RandomState(())
+    assert before.hosts_drawn_since() == frozenset()
+    torch.rand(1)
+    assert before.hosts_drawn_since() == frozenset()
+    random.random()
+    assert before.hosts_drawn_since() == {"python"}
+    np.random.rand()
+    assert before.hosts_drawn_since() == {"python", "numpy"}
+    before.restore()
+    assert before.hosts_drawn_since() == frozenset()
+
+
+def test_generators_that_are_not_kept_are_left_alone() -> None:
+    state = RandomState((), ["numpy"])
+    first = np.random.rand()
+    moved = random.random()
+    state.restore()
+    assert np.random.rand() == first
+    assert random.random() != moved
+    assert set(state.state_dict()) == {"cpu", "numpy"}

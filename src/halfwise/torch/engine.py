@@ -88,6 +88,7 @@ class Engine:
         self.steps_in_optimizer = any(needs_closure(optimizer) for optimizer in self.optimizers)
         self.armed = False  # the next step without a closure is to be traced
         self._trace: ArmedTrace | None = None
+        self._drawn: frozenset[str] = frozenset()  # what the closure draws from besides torch, seen in its rehearsal
         self._buffers = BufferCopies(model)
         self.devices = devices_of(model)
         trained = {id(p) for p in self.trained()}
@@ -144,7 +145,7 @@ class Engine:
             self._trace = ArmedTrace(self.model)
             self.armed = False
         torch.clear_autocast_cache()  # inside a region of the caller's own it would keep casts of earlier weights
-        self.begun = Begun(RandomState(self.devices))
+        self.begun = Begun(RandomState(self.devices, self._drawn))
         return self.begun
 
     def attempt(
@@ -342,7 +343,9 @@ class Engine:
     def rehearsed_loss(self, closures: tuple[Closure, ...]) -> float:
         """The mean loss of the batch, computed without leaving a trace."""
         with rehearsal(self.model), self.region():
+            before = RandomState(self.devices)
             losses = [split_loss(closure())[0].detach().float().reshape(()) for closure in closures]
+            self._drawn = before.hosts_drawn_since()
         if self.evidence is not None:
             self.evidence.drop_step()  # a closure that enters the region itself was observed
         return float(torch.stack(losses).mean())
