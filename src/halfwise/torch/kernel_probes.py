@@ -177,7 +177,7 @@ def _call(probe: Probe, name: str, batch: Tensor, weight: Tensor) -> Call:
     if not name.startswith("float8"):
         return lambda: probe.run(batch, weight)
     if probe.run is not _matmul:
-        raise NotImplementedError(f"{name} has matrix products only")
+        raise ValueError(f"{name} has matrix products only")  # as torch says of a kernel that it lacks
     # The second operand must be column-major; training in float8 therefore keeps both layouts of a weight.
     one = torch.ones((), device=batch.device)
     operands = (weight.t(), weight.t().contiguous().t())
