@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfwise.errors import DataError, UsageError
-from halfwise.torch.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from halfwise.torch.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, tidy_checkpoint
 
 
 class Net(nn.Module):
@@ -370,3 +370,24 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
         assert torch.equal(model.weight, torch.full((300, 300), float(step)))
         seen.append(step)
     assert min(seen) >= 2
+
+
+@pytest.mark.parametrize(
+    "killed_after", ["the new one was renamed", "the old one was renamed", "the new one was begun"]
+)
+def test_what_a_kill_left_is_tidied(tmp_path: Path, killed_after: str) -> None:
+    target, old, new = (tmp_path / name for name in ("checkpoint", "checkpoint.old", "checkpoint.new"))
+    complete = {
+        "the new one was renamed": (target, old),
+        "the old one was renamed": (old, new),
+        "the new one was begun": (target,),
+    }[killed_after]
+    for directory in complete:
+        directory.mkdir()
+        (directory / "state.json").write_text(directory.name)
+    if not new.exists():
+        new.mkdir()
+    tidy_checkpoint(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert (target / "state.json").read_text() == complete[0].name
+    tidy_checkpoint(tmp_path / "none")

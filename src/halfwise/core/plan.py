@@ -261,12 +261,15 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan for people: the default and every entry, each with its reason."""
-        entries: list[tuple[str, Default | Rule]] = [("default", self.default), *((r.name, r) for r in self.layers)]
+        entries: list[tuple[str, Default | Rule]] = [
+            ("default", self.default),
+            *((r.name or "(the model)", r) for r in self.layers),
+        ]
         width = max(len(name) for name, _ in entries)
         lines = [f"Plan for {self.model or 'any model'} ({self.framework}), target {self.target}"]
         for name, entry in entries:
             detail = f" ({entry.detail})" if entry.detail else ""
-            lines.append(f"  {name or '(the model)':<{width}}  {entry.compute:<8}  {REASONS[entry.reason]}{detail}")
+            lines.append(f"  {name:<{width}}  {entry.compute:<8}  {REASONS[entry.reason]}{detail}")
         if self.loss_scale is not None:
             lines.append(f"  loss scale from {self.loss_scale.initial:g}")
         return "\n".join(lines)

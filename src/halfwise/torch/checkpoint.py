@@ -34,7 +34,7 @@ from halfwise.torch.generators import generator_states, set_generator_states
 from halfwise.torch.names import unwrap
 from halfwise.torch.tree import SAFETENSORS_DTYPES, decode, encode, stored
 
-__all__ = ["find_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["find_checkpoint", "load_checkpoint", "save_checkpoint", "tidy_checkpoint"]
 
 FORMAT_VERSION = 1
 
@@ -102,6 +102,17 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
         if (candidate / "state.json").is_file():
             return candidate
     return None
+
+
+def tidy_checkpoint(directory: str | os.PathLike[str]) -> None:
+    """Finishes what a kill interrupted: the complete checkpoint stands at `directory`, and nothing beside it."""
+    target, found = Path(directory), find_checkpoint(directory)
+    if found is None:
+        return
+    if found != target:
+        found.rename(target)
+    for suffix in ("new", "old"):
+        shutil.rmtree(_neighbour(target, suffix), ignore_errors=True)
 
 
 def load_checkpoint(

@@ -29,6 +29,7 @@ _LOG = logging.getLogger("halfwise")
 
 _LEAST_ROUNDS = 3
 _WARM_UPS = 5
+_LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
 _HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
 _MOST_ROUNDS = 20
 _ENOUGH_SECONDS = (
@@ -98,7 +99,7 @@ class LayerTimer:
             try:
                 for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
                     quickest = min(quickest, probe(name, limit))
-                    if quickest <= limit or quickest > _HOPELESS * limit:
+                    if quickest <= limit or quickest > max(_HOPELESS * limit, _LONGEST_WARM_UP):
                         break
             except Exception as error:  # what fails is not chosen
                 _LOG.info("layer %r cannot run in %s: %s", path, name, error)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import halfwise.torch as hw
 from halfwise.core.profile import Profile
 from halfwise.core.record import RunRecord
-from halfwise.torch.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from halfwise.torch.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, tidy_checkpoint
 
 __all__ = ["Progress", "Session"]
 
@@ -78,6 +78,7 @@ class Session:
     def begin(self) -> Progress:
         """Goes on from the record's checkpoint; starts at the first step where there is none yet."""
         path = self.record.checkpoint_path
+        tidy_checkpoint(path)
         if find_checkpoint(path) is not None:
             saved = load_checkpoint(path, model=self._model, optimizer=self._optimizer, mp=self._mp)
             self.progress = Progress(**saved)
