@@ -1,0 +1,1 @@
+"""halfwise for Keras 3."""
