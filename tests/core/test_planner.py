@@ -15,6 +15,7 @@ from halfwise.core.planner import (
     HEADROOM,
     LARGEST_UNDERFLOW,
     LEAST_GAIN,
+    Because,
     float32_plan,
     loss_scale_for,
     plan_from,
@@ -160,6 +161,68 @@ def test_probes_that_were_cut_short_are_told_as_lower_bounds() -> None:
 def test_supplied_reason_replaces_the_sentence() -> None:
     plan = float32_plan(profile(), TimingTable({}), because=("sensitivity", "too noisy"))
     assert (plan.default.reason, plan.default.detail) == ("sensitivity", "too noisy")
+
+
+KEPT: dict[str, Because] = {
+    "head": ("hazard", "a softmax head"),
+    "mine": ("manual", "dtype set by hand"),
+    "pool": ("manual", "by hand"),
+}
+
+
+def test_kept_layers_stay_in_float32_whatever_range_and_time_say() -> None:
+    evidence = profile(a=SOUND, head=SOUND, mine=SOUND, pool=with_role("activation", 1e5), norm=SOUND)
+    timing = TimingTable.uniform(["a", "head", "mine"], relative=TWICE)
+    plan = plan_from(evidence, timing, kept=KEPT)
+    assert plan.default.compute == "float16"
+    assert {rule.path: (rule.compute, rule.reason, rule.detail) for rule in plan.layers if rule.path != "a"} == {
+        "head": ("float32", "hazard", "a softmax head"),
+        "mine": ("float32", "manual", "dtype set by hand"),
+        "pool": ("float32", "manual", "by hand"),  # was not timed, and its range would speak against it too
+    }
+    assert plan.compute("a") == "float16"
+    assert plan.rule_for("head").evidence["seconds_float32"] == 1e-3
+    assert plan.default.evidence["relative_time"] == pytest.approx((0.5 + 1 + 1) / 3)
+
+
+def test_what_kept_layers_would_save_counts_for_nothing() -> None:
+    timing = TimingTable({"a": {"float32": 1.0, "float16": 0.99}, "head": {"float32": 9.0, "float16": 1.0}})
+    assert plan_from(profile(a=SOUND, head=SOUND), timing).default.compute == "float16"
+    plan = plan_from(profile(a=SOUND, head=SOUND), timing, kept=KEPT)
+    assert (plan.default.compute, plan.default.reason) == ("float32", "slower")
+    assert plan.default.evidence["relative_time_float16"] == pytest.approx(0.999)
+    assert {rule.path: rule.reason for rule in plan.layers} == {
+        "a": "neighbours",
+        "head": "hazard",
+        "mine": "manual",
+        "pool": "manual",
+    }
+
+
+def test_kept_layers_do_not_choose_the_format() -> None:
+    timing = TimingTable(
+        {
+            "a": {"float32": 1.0, "bfloat16": 0.5, "float16": 0.6},
+            "head": {"float32": 9.0, "bfloat16": 9.0, "float16": 1.0},
+        }
+    )
+    assert plan_from(profile(a=SOUND, head=SOUND), timing).compute("a") == "float16"
+    assert plan_from(profile(a=SOUND, head=SOUND), timing, kept=KEPT).compute("a") == "bfloat16"
+
+
+def test_kept_layers_do_not_choose_the_loss_scale() -> None:
+    evidence = profile(
+        a=with_role("activation_gradient", 2.0**-40, 2.0**-39), head=with_role("activation_gradient", 2.0**10, 2.0**9)
+    )
+    timing = TimingTable({"a": {"float32": 1.0, "float16": 0.5}, "head": {"float32": 9.0, "float16": 1.0}})
+    assert plan_from(evidence, timing).compute("a") == "float32"  # the head's scale, at which its gradients are zero
+    assert plan_from(evidence, timing, kept=KEPT).compute("a") == "float16"
+
+
+@pytest.mark.parametrize("timing", [TimingTable({}), TimingTable({"head": {"float32": 1.0}})])
+def test_kept_layers_are_told_where_nothing_could_be_measured(timing: TimingTable) -> None:
+    plan = float32_plan(profile(), timing, kept=KEPT)
+    assert {rule.path: rule.reason for rule in plan.layers} == {"head": "hazard", "mine": "manual", "pool": "manual"}
 
 
 def test_layers_are_listed_in_natural_order() -> None:

@@ -6,14 +6,20 @@ import torch
 from torch import Tensor, nn
 
 import halfwise.torch as hw
+from halfwise.core import demotion
 from halfwise.core.diagnosis import Suspect
-from halfwise.torch.demote import demoted, float32_everywhere
+from halfwise.core.plan import Plan
+from halfwise.torch.demote import ModuleTree
 
 HALF = hw.Plan.manual(default="float16")
 
 
 def suspect(module: str, module_class: str = "X") -> Suspect:
     return Suspect(module, "aten.mm", "forward", "a.py:1", "float16", "inf", 60.0, module_class)
+
+
+def demoted(plan: Plan, model: nn.Module, culprit: Suspect) -> Plan:
+    return demotion.demoted(plan, culprit, ModuleTree(model))
 
 
 class Block(nn.Module):
@@ -74,13 +80,6 @@ def test_the_root_modules_own_operations() -> None:
     assert {r.path: r.compute for r in plan.layers} == {"q": "float16", "k": "float16", "": "float32"}
 
 
-def test_everything() -> None:
-    plan = float32_everywhere(HALF.with_rule(hw.Rule(path="0", compute="float16")), "why")
-    assert not plan.uses("float16")
-    assert plan.loss_scale is None
-    assert plan.default.detail == "why"
-
-
 def test_shared_modules_get_entries_that_agree() -> None:
     block = Block()
     block.k = block.q
@@ -97,3 +96,15 @@ def test_shared_modules_get_entries_that_agree() -> None:
     }
     for changed in (within, leaf):
         hw.apply(model, changed).remove()
+
+
+def test_the_tree_names_each_module_by_all_its_paths() -> None:
+    block = Block()
+    block.k = block.q
+    tree = ModuleTree(nn.Sequential(block, nn.MultiheadAttention(4, 2), block))
+    assert list(tree.names("2")) == ["0", "2"]
+    assert list(tree.names("2.k")) == ["0.q", "0.k", "2.q", "2.k"]
+    assert list(tree.children("2")) == ["0.q"]
+    assert list(tree.children("")) == ["0", "1"]
+    assert list(tree.children("1")) == []  # attention computes its projections itself
+    assert list(tree.names("3")) == list(tree.children("3")) == []

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import halfwise.torch as hw
+from halfwise.core.confirmation import Trial
 from halfwise.core.plan import Plan
-from halfwise.torch.evidence import EVIDENCE_STEPS, Evidence, Trial
+from halfwise.core.planner import EVIDENCE_STEPS
+from halfwise.torch.evidence import Evidence, WholeStep
 
 X = torch.randn(8, 4)
 
@@ -28,33 +30,28 @@ def gathered(model: nn.Module, losses: list[float]) -> Evidence:
 
 def trial(half: tuple[float, float], full: tuple[float, float]) -> Trial:
     """A trial with known results: `(loss, seconds)`."""
-
-    class Known(Trial):
-        def __init__(self) -> None:
-            pass
-
-        def __call__(self, plan: Plan) -> tuple[float, float]:
-            return half if plan.uses("bfloat16") else full
-
-    return Known()
+    return lambda plan: half if plan.uses("bfloat16") else full
 
 
 @pytest.mark.parametrize(
     ("half", "full", "chosen", "reason"),
     [
         ((1.0, 0.5), (1.0, 1.0), "bfloat16", "faster"),
-        ((1.0, 1.0), (1.0, 1.0), "float32", "slower"),
         ((1.0, 0.98), (1.0, 1.0), "float32", "slower"),
         ((1.03, 0.5), (1.0, 1.0), "bfloat16", "faster"),  # the spread of the losses is 0.41
         ((1.2, 0.5), (1.0, 1.0), "float32", "sensitivity"),
-        ((float("nan"), 0.5), (1.0, 1.0), "float32", "sensitivity"),
-        ((float("inf"), 0.5), (1.0, 1.0), "float32", "sensitivity"),
     ],
 )
 def test_the_trial_decides(half: tuple[float, float], full: tuple[float, float], chosen: str, reason: str) -> None:
     plan = gathered(nn.Sequential(nn.Linear(4, 2)), [1.0, 1.5, 2.0]).plan(trial(half, full))
     assert (plan.default.compute, plan.default.reason) == (chosen, reason)
     assert plan.compute("0") == chosen
+
+
+def test_a_supplied_timing_is_believed() -> None:
+    evidence = gathered(nn.Sequential(nn.Linear(4, 2)), [1.0, 1.5, 2.0])
+    evidence._supplied = evidence.timing
+    assert evidence.plan(trial((1.0, 9.0), (1.0, 1.0))).uses("bfloat16")
 
 
 def test_without_a_trial_the_layers_times_decide() -> None:
@@ -70,7 +67,7 @@ def test_a_step_that_half_precision_cannot_run_keeps_float32() -> None:
             raise TypeError("float32 only")
         return output.square().mean()
 
-    plan = gathered(model, [1.0, 1.5, 2.0]).plan(Trial(model, (only_float32,)))
+    plan = gathered(model, [1.0, 1.5, 2.0]).plan(WholeStep(model, (only_float32,)))
     assert (plan.default.compute, plan.default.reason) == ("float32", "operation")
     assert "float32 only" in plan.default.detail
 
@@ -78,7 +75,7 @@ def test_a_step_that_half_precision_cannot_run_keeps_float32() -> None:
 def test_a_real_trial_leaves_no_trace_and_repeats_itself() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout())
     before = [t.clone() for t in model.state_dict().values()]
-    run = Trial(model, (lambda: model(X).square().mean(), lambda: model(X * 2).square().mean()))
+    run = WholeStep(model, (lambda: model(X).square().mean(), lambda: model(X * 2).square().mean()))
     first, second = run(Plan.manual(default="bfloat16")), run(Plan.manual(default="bfloat16"))
     assert first[0] == second[0]
     assert first[1] > 0

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from halfwise.errors import DataError
-from halfwise.workloads.settings import ImageSettings, describe_environment, environment_changes
+from halfwise.errors import DataError, UsageError
+from halfwise.workloads.settings import NETWORKS, WORKLOADS, Settings
 
-SETTINGS = ImageSettings(
+SETTINGS = Settings(
+    workload="image",
+    framework="keras",
+    backend="jax",
+    loop="custom",
     policy="mixed_float16",
     data="/data",
     network="small",
@@ -20,32 +23,28 @@ SETTINGS = ImageSettings(
 
 
 def test_settings_round_trip() -> None:
-    defaults = ImageSettings()
+    defaults = Settings.of("text")
     assert all(getattr(SETTINGS, name) != getattr(defaults, name) for name in SETTINGS.as_dict())
-    assert ImageSettings.from_dict(SETTINGS.as_dict()) == SETTINGS
+    assert Settings.from_dict(SETTINGS.as_dict()) == SETTINGS
 
 
 @pytest.mark.parametrize("values", [None, [], {}, {**SETTINGS.as_dict(), "colour": "red"}])
 def test_other_settings_are_refused(values: object) -> None:
-    with pytest.raises(DataError, match="no settings of an image training run"):
-        ImageSettings.from_dict(values)
+    with pytest.raises(DataError, match="no settings of a training run"):
+        Settings.from_dict(values)
 
 
-def test_data_other_than_the_digits_get_fewer_epochs_unless_told() -> None:
-    assert ImageSettings.of().epochs == ImageSettings.of(data="digits").epochs == 20
-    assert ImageSettings.of(data="/data").epochs == 5
-    assert ImageSettings.of(data="/data", epochs=8).epochs == 8
+@pytest.mark.parametrize(("workload", "data", "epochs"), [("image", "digits", 20), ("text", "sotu", 10)])
+def test_other_data_than_the_built_in_ones_get_fewer_epochs_unless_told(workload: str, data: str, epochs: int) -> None:
+    assert Settings.of(workload).data == data
+    assert Settings.of(workload).epochs == Settings.of(workload, data=data).epochs == epochs
+    assert Settings.of(workload, data="/data").epochs == 5
+    assert Settings.of(workload, data="/data", epochs=8).epochs == 8
 
 
-def test_environment_changes_are_named() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    now = describe_environment(SETTINGS, model=model, device=torch.device("cpu"), data={"name": "d"})
-    assert now["modules"] == {"": "Sequential", "0": "Linear"}
-    assert now["threads"] == torch.get_num_threads()
-    assert environment_changes(now, now) == []
-    before = {**now, "threads": 99, "versions": {**now["versions"], "torch": "1.0"}, "cpus": -1}
-    assert environment_changes(before, now) == [
-        f"threads: 99 before, {now['threads']} now",
-        f"torch: 1.0 before, {torch.__version__} now",
-    ]
-    assert "threads: None before" in environment_changes({}, now)[1]
+def test_unknown_networks_are_refused() -> None:
+    assert tuple(NETWORKS) == WORKLOADS
+    with pytest.raises(UsageError, match="unknown network 'vgg'; choose one of 'convnet', 'small'"):
+        Settings.of("image", network="vgg")
+    with pytest.raises(UsageError, match="choose one of 'embedding_bag'"):
+        Settings.of("text", network="convnet")

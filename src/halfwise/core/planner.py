@@ -7,7 +7,7 @@ float32, which is a good answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from halfwise.core.formats import get_format
@@ -18,9 +18,11 @@ from halfwise.core.profile import Profile, Role
 from halfwise.core.timing import TimingTable
 
 __all__ = [
+    "EVIDENCE_STEPS",
     "HEADROOM",
     "LARGEST_UNDERFLOW",
     "LEAST_GAIN",
+    "Because",
     "RangeVerdict",
     "float32_plan",
     "loss_scale_for",
@@ -28,6 +30,9 @@ __all__ = [
     "range_gate",
     "times",
 ]
+
+EVIDENCE_STEPS = 3
+"""Steps that train in float32 under "auto" while evidence for the plan is gathered."""
 
 HEADROOM = 8.0
 """How much larger than seen a value may become in later training and must still fit."""
@@ -37,6 +42,9 @@ LARGEST_UNDERFLOW = 0.05
 
 LEAST_GAIN = 0.03
 """Share of the step's time that half precision must save, measured, to be worth its trouble."""
+
+Because = tuple[Reason, str]
+"""A reason and its sentence."""
 
 _LOSS_SCALES = tuple(2.0**k for k in range(25))  # 1 to 2^24, the loss scale's bounds
 
@@ -125,7 +133,14 @@ def loss_scale_for(profile: Profile, paths: Sequence[str], format_name: str, tim
     return best[len(best) // 2]
 
 
-def plan_from(profile: Profile, timing: TimingTable, *, framework: str = "torch", model: str = "") -> Plan:
+def plan_from(
+    profile: Profile,
+    timing: TimingTable,
+    *,
+    framework: str = "torch",
+    model: str = "",
+    kept: Mapping[str, Because] = {},
+) -> Plan:
     """The plan for the layers of `timing`, from their ranges and times.
 
     Of the formats that `timing` has, the one that saves most time over the layers that it can hold is
@@ -137,24 +152,28 @@ def plan_from(profile: Profile, timing: TimingTable, *, framework: str = "torch"
         timing: seconds per layer and format. Where it comes from is the caller's affair: measured here, or supplied.
         framework: `"torch"` or `"keras"`.
         model: the model's class name, for the reader of the plan.
+        kept: layers that stay in float32 whatever their range and time, timed or not: path -> reason and sentence.
+            What half precision would save in them counts for nothing.
     """
     paths = sorted(timing.seconds, key=_natural)
+    free = [path for path in paths if path not in kept]
     everything = timing.total("float32")
     best: tuple[float, str, float] | None = None
     for name in sorted(timing.formats, key=lambda f: get_format(f).exponent_bits, reverse=True):
-        scale = loss_scale_for(profile, paths, name, timing)
+        scale = loss_scale_for(profile, free, name, timing)
         gain = sum(
             max(0.0, _gain(timing, p, name))
-            for p in paths
+            for p in free
             if _known(profile, p) and range_gate(profile, p, name, scale).fits
         )
         if best is None or gain > best[0] + LEAST_GAIN * everything:
             best = (gain, name, scale)
     if best is None or best[0] < LEAST_GAIN * everything:
-        return float32_plan(profile, timing, framework=framework, model=model)
+        return float32_plan(profile, timing, framework=framework, model=model, kept=kept)
     gain, name, scale = best
-    layers = tuple(_decide(profile, timing, path, name, scale) for path in paths)
-    layers += tuple(_untimed(profile, timing, name, scale))
+    layers = tuple(_decide(profile, timing, path, name, scale, kept) for path in paths)
+    layers += tuple(_kept_besides(layers, kept))
+    layers += tuple(_untimed(profile, timing, name, scale, kept))
     detail = f"all layers together take {times(1.0 - gain / everything)} times their float32 time"
     loss_scale = None
     if any(rule.compute == "float16" for rule in layers):
@@ -176,20 +195,25 @@ def float32_plan(
     *,
     framework: str = "torch",
     model: str = "",
-    because: tuple[Reason, str] | None = None,
+    kept: Mapping[str, Because] = {},
+    because: Because | None = None,
 ) -> Plan:
-    """The answer "float32", with the measured ratios as the reason; `because` replaces reason and sentence."""
+    """The answer "float32", with the measured ratios as the reason; `because` replaces reason and sentence.
+
+    In the ratios the layers that are `kept` take their float32 time.
+    """
     paths = sorted(timing.seconds, key=_natural)
-    ratios = {name: timing.ratio(name) for name in timing.formats}
+    free = [path for path in paths if path not in kept]
+    ratios = {name: _relative_time(timing, name, free) for name in timing.formats}
     quickest = min(ratios, key=ratios.__getitem__, default=None)
-    bounds = {name: any(timing.is_lower_bound(p, name) for p in paths) for name in ratios}
+    bounds = {name: any(timing.is_lower_bound(p, name) for p in free) for name in ratios}
     told = ", ".join(f"{name} {'at least ' if bounds[name] else ''}{times(ratio)}" for name, ratio in ratios.items())
     reason: Reason = "slower"
     sentence = f"time relative to float32 here: {told}" if told else "no half-precision format can be run here"
     layers: tuple[Rule, ...] = ()
     if quickest is not None:
-        scale = loss_scale_for(profile, paths, quickest, timing)
-        layers = tuple(_float32_rule(_decide(profile, timing, path, quickest, scale)) for path in paths)
+        scale = loss_scale_for(profile, free, quickest, timing)
+        layers = tuple(_float32_rule(_decide(profile, timing, path, quickest, scale, kept)) for path in paths)
         if ratios[quickest] < 1.0 - LEAST_GAIN and any(rule.reason == "range" for rule in layers):
             reason, sentence = "range", f"the layers that {quickest} would speed up do not fit its range; {sentence}"
     return Plan(
@@ -201,7 +225,7 @@ def float32_plan(
             detail=because[1] if because else sentence,
             evidence={f"relative_time_{name}": ratio for name, ratio in ratios.items()},
         ),
-        layers=layers,
+        layers=(*layers, *_kept_besides(layers, kept)),
     )
 
 
@@ -213,12 +237,17 @@ def _float32_rule(decided: Rule) -> Rule:
     return replace(decided, compute="float32", reason="neighbours", detail=detail)
 
 
-def _decide(profile: Profile, timing: TimingTable, path: str, name: str, scale: float) -> Rule:
+def _decide(
+    profile: Profile, timing: TimingTable, path: str, name: str, scale: float, kept: Mapping[str, Because]
+) -> Rule:
     seconds, full = timing.get(path, name), timing.seconds[path]["float32"]
     verdict = range_gate(profile, path, name, scale)
     evidence = {"largest": verdict.largest, "underflow": verdict.underflow, "seconds_float32": full}
     if seconds is not None:
         evidence["seconds"] = seconds
+    if path in kept:
+        reason, detail = kept[path]
+        return Rule(path=path, compute="float32", reason=reason, detail=detail, evidence=evidence)
     if not _known(profile, path):
         return Rule(
             path=path,
@@ -236,12 +265,21 @@ def _decide(profile: Profile, timing: TimingTable, path: str, name: str, scale: 
     return Rule(path=path, compute=name, reason="faster", detail=_compared(timing, path, name), evidence=evidence)
 
 
-def _untimed(profile: Profile, timing: TimingTable, name: str, scale: float) -> Iterator[Rule]:
+def _kept_besides(layers: Sequence[Rule], kept: Mapping[str, Because]) -> Iterator[Rule]:
+    """Rules for the layers that are kept and have none yet: they were not timed."""
+    for path in sorted(set(kept) - {rule.path for rule in layers}, key=_natural):
+        reason, detail = kept[path]
+        yield Rule(path=path, compute="float32", reason=reason, detail=detail)
+
+
+def _untimed(
+    profile: Profile, timing: TimingTable, name: str, scale: float, kept: Mapping[str, Because]
+) -> Iterator[Rule]:
     """Rules for what ran without being timed, by range alone.
 
     Such are containers with weights of their own, and modules without weights.
     """
-    for path in sorted(set(profile.paths()) - set(timing.seconds), key=_natural):
+    for path in sorted(set(profile.paths()) - set(timing.seconds) - set(kept), key=_natural):
         verdict = range_gate(profile, path, name, scale)
         if not verdict.fits:
             evidence = {"largest": verdict.largest, "underflow": verdict.underflow}
@@ -268,6 +306,13 @@ def times(ratio: float) -> str:
 def _gain(timing: TimingTable, path: str, name: str) -> float:
     seconds = timing.get(path, name)
     return 0.0 if seconds is None else timing.seconds[path]["float32"] - seconds
+
+
+def _relative_time(timing: TimingTable, name: str, free: Sequence[str]) -> float:
+    """Time of all layers with those of `free` in the format, relative to float32; 1 where nothing was timed."""
+    everything = timing.total("float32")
+    kept = [path for path in timing.seconds if path not in set(free)]
+    return (timing.total(name, free) + timing.total("float32", kept)) / everything if everything > 0.0 else 1.0
 
 
 def _known(profile: Profile, path: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from halfwise.errors import PolicyError
 
-__all__ = ["POLICIES", "compute_format", "parse_policy"]
+__all__ = ["POLICIES", "compute_format", "disabled", "parse_policy"]
 
 POLICIES = ("auto", "float32", "mixed_bfloat16", "mixed_float16")
 
@@ -44,3 +46,8 @@ def compute_format(policy: str) -> str:
     'float16'
     """
     return _COMPUTE[parse_policy(policy)]
+
+
+def disabled() -> bool:
+    """True where the environment says `HALFWISE_DISABLE=1`: everything is plain float32 training."""
+    return os.environ.get("HALFWISE_DISABLE", "") not in ("", "0")

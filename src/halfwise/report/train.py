@@ -106,11 +106,12 @@ def training_screen(summary: Mapping[str, Any], run: str) -> RenderableType:
 def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
     data = summary["data"]
     accuracy = Text.assemble(
-        (f"{summary['test_accuracy']:.4f}", "bold green"), f"  on {count(data['test'], 'image')} never trained on"
+        (f"{summary['test_accuracy']:.4f}", "bold green"),
+        f"  on {count(data['test'], summary['workload'])} never trained on",
     )
     yield "Test accuracy", accuracy
     length = f"{count(summary['epochs'], 'epoch')}, {count(summary['steps'], 'step')}"
-    what = f"{summary['network']} on {data['name']}, seed {summary['seed']}"
+    what = f"{summary['network']} on {data['name']}, {_framework(summary)}seed {summary['seed']}"
     yield "Training", f"{length}, {seconds_text(summary['seconds'])}; {what}"
     yield "Precision", _precision(summary)
     yield "Step time", _step_time(summary)
@@ -122,6 +123,10 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
         yield "Incidents" if index == 0 else "", Text(incident_text(incident), style="yellow")
     if len(incidents) > _MOST_INCIDENTS:
         yield "", f"and {len(incidents) - _MOST_INCIDENTS} more, in events.jsonl"
+
+
+def _framework(summary: Mapping[str, Any]) -> str:
+    return f"Keras on {summary['backend']}, " if summary["framework"] == "keras" else ""
 
 
 def _precision(summary: Mapping[str, Any]) -> Text:

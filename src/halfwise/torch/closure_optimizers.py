@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfwise.core.healing import heal, judge
 from halfwise.errors import UsageError
 from halfwise.torch.attempt import Attempt
 from halfwise.torch.closure import Closure, check_replayed
-from halfwise.torch.healing import heal
 from halfwise.torch.result import StepResult
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def step_inside_optimizer(
         except _UnsoundError as unsound:
             restore()
             attempt = unsound.attempt
-            if engine.judge(attempt) == "localise":
+            if judge(engine, attempt) == "localise":
                 attempt, incident, tries = heal(engine, closures, attempt)
                 retries += tries
                 if attempt.sound:

@@ -2,7 +2,7 @@
 
 It tries a batch, judges it, applies or skips it, changes the plan.
 
-`mixed_precision.py` is what users call; `healing.py` is what happens after a failure that skipping cannot cure.
+`mixed_precision.py` is what users call; `core/healing.py` is what happens after a failure that skipping cannot cure.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfwise.core.diagnosis import Diagnosis, Incident
-from halfwise.core.guard import Action, GuardState, Observation, observe
+from halfwise.core.demotion import demoted
+from halfwise.core.diagnosis import Diagnosis, Incident, Suspect
+from halfwise.core.guard import GuardState
+from halfwise.core.healing import heal, judge
 from halfwise.core.loss_scale import LossScaleSettings
 from halfwise.core.plan import REASONS, Plan
 from halfwise.core.profile import Profile
@@ -26,9 +28,10 @@ from halfwise.torch.apply import AppliedPlan
 from halfwise.torch.attempt import Attempt, Begun
 from halfwise.torch.closure import Closure, split_loss
 from halfwise.torch.closure_optimizers import needs_closure
-from halfwise.torch.evidence import Evidence, Trial
+from halfwise.torch.demote import ModuleTree
+from halfwise.torch.evidence import Evidence, WholeStep
 from halfwise.torch.gradients import Gradients
-from halfwise.torch.healing import heal, heal_later_steps
+from halfwise.torch.healing import fix_lines, heal_later_steps
 from halfwise.torch.localise import localise
 from halfwise.torch.loss_scale import LossScale
 from halfwise.torch.profile import profile_parameters
@@ -116,6 +119,11 @@ class Engine:
         """The loss scale in force; 1 where none is used."""
         return self.scale.value if self.scaled else 1.0
 
+    @property
+    def at_floor(self) -> bool:
+        """True where the loss scale can go no lower."""
+        return self.scale.at_floor
+
     def region(self) -> AbstractContextManager[object]:
         """The precision region."""
         return region(self.device_type, self.compute)
@@ -129,6 +137,10 @@ class Engine:
         self.evidence = None
         if plan.loss_scale is not None and not was_scaled:
             self.scale = LossScale(plan.loss_scale)
+
+    def demoted(self, plan: Plan, suspect: Suspect) -> Plan:
+        """`plan` with the suspect's own code in float32."""
+        return demoted(plan, suspect, ModuleTree(self.model))
 
     def close(self) -> None:
         """Restores the model."""
@@ -233,7 +245,7 @@ class Engine:
     def finish(self, attempt: Attempt, closures: tuple[Closure, ...] | None, max_norm: float | None) -> StepResult:
         """Applies or skips the step, after healing where the guard can, and ends it."""
         incident, retries = None, 0
-        if self.judge(attempt) == "localise":
+        if judge(self, attempt) == "localise":
             if closures is not None:
                 attempt, incident, retries = heal(self, closures, attempt)
             else:
@@ -291,21 +303,6 @@ class Engine:
             names = ", ".join(map(repr, idle[:5])) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
             self.log(f"the plan's rules for {names} had no effect: these modules' forward was not called in this step")
 
-    def judge(self, attempt: Attempt) -> Action:
-        """The guard's word on an attempt; without a guard, apply or skip."""
-        if attempt.sound:
-            return "apply"
-        if not self.guard:
-            return "skip"
-        seen = Observation(
-            loss_finite=attempt.loss_finite,
-            gradients_sound=attempt.gradients_sound,
-            scaled=self.scaled,
-            at_floor=self.scale.at_floor,
-        )
-        self.guard_state, action = observe(self.guard_state, seen)
-        return action
-
     def localise(self, closures: tuple[Closure, ...]) -> Diagnosis:
         """Looks for the culprit by replays of the batch from the beginning of the step."""
         self.rewind()
@@ -327,6 +324,10 @@ class Engine:
             self.log(f"step {incident.step}, {incident.kind}: {incident.text}")
         self.incidents.append(incident)
         return incident
+
+    def fix(self, modules: Sequence[str], *, done: bool) -> tuple[str, ...]:
+        """Lines to paste: how to train with `modules` in float32."""
+        return fix_lines(modules, compute=self.compute, done=done)
 
     def trained(self) -> Iterable[Tensor]:
         """The parameters of the optimizers, each once."""
@@ -389,7 +390,7 @@ class Engine:
             self.profile = Profile({**earlier, **sampled.histograms})
 
     def _decide(self, evidence: Evidence, closures: tuple[Closure, ...] | None) -> None:
-        plan = evidence.plan(Trial(self.model, closures) if closures is not None else None)
+        plan = evidence.plan(WholeStep(self.model, closures) if closures is not None else None)
         self.profile, self.timing = evidence.profile, evidence.timing
         self.use_plan(plan)
         half = sum(rule.compute != "float32" for rule in plan.layers)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from statistics import median, pstdev
 
 import torch
 from torch import nn
 
+from halfwise.core.confirmation import Trial, confirmed
 from halfwise.core.plan import Plan
-from halfwise.core.planner import LEAST_GAIN, float32_plan, plan_from
+from halfwise.core.planner import EVIDENCE_STEPS, plan_from
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
@@ -23,12 +22,7 @@ from halfwise.torch.profile import Recorder, eager
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.snapshot import rehearsal
 
-__all__ = ["EVIDENCE_STEPS", "Evidence", "Trial"]
-
-EVIDENCE_STEPS = 3
-_LEAST_ROUNDS = 4
-_MOST_ROUNDS = 12
-_ENOUGH_SECONDS = 1.0  # of float32 steps
+__all__ = ["Evidence", "WholeStep"]
 
 
 class Evidence:
@@ -98,52 +92,11 @@ class Evidence:
 
     def plan(self, trial: Trial | None) -> Plan:
         """The plan, tried out against float32 where the timing was measured here and a `trial` can be made."""
-        name = type(unwrap(self._model)).__name__
-        plan = plan_from(self.profile, self.timing, model=name)
+        profile, timing = self.profile, self.timing
+        plan = plan_from(profile, timing, model=type(unwrap(self._model)).__name__)
         if plan.default.compute == "float32" or trial is None or self._supplied is not None:
             return plan
-        return self._confirmed(plan, trial, name)
-
-    def _confirmed(self, plan: Plan, trial: Trial, name: str) -> Plan:
-        try:
-            return self._tried(plan, trial, name)
-        except Exception as error:  # a trial must never end a training
-            detail = f"tried on a whole step, {plan.default.compute} cannot run it: {error}"
-            return float32_plan(self.profile, self.timing, model=name, because=("operation", detail))
-
-    def _tried(self, plan: Plan, trial: Trial, name: str) -> Plan:
-        full = float32_plan(self.profile, self.timing, model=name)
-        trial(plan), trial(full)  # warm-up
-        half_runs: list[tuple[float, float]] = []
-        full_runs: list[tuple[float, float]] = []
-        while len(full_runs) < _LEAST_ROUNDS or (
-            len(full_runs) < _MOST_ROUNDS and sum(seconds for _, seconds in full_runs) < _ENOUGH_SECONDS
-        ):
-            half_runs.append(trial(plan))
-            full_runs.append(trial(full))
-        ratio = _relative_time([seconds for _, seconds in half_runs], [seconds for _, seconds in full_runs])
-        change = abs(half_runs[-1][0] - full_runs[-1][0])
-        spread = pstdev(self._losses)
-        what = plan.default.compute
-        if not ratio < 1.0 - LEAST_GAIN:
-            detail = f"tried on a whole step, {what} takes {ratio:.2f} times the float32 time"
-            return float32_plan(self.profile, self.timing, model=name, because=("slower", detail))
-        if not (math.isfinite(change) and change <= max(self._tolerance * spread, 1e-3 * abs(full_runs[-1][0]))):
-            detail = (
-                f"tried on a whole step, {what} changes the loss by {change:.3g}; "
-                f"its spread over batches is {spread:.3g}, of which {self._tolerance:g} may be spent"
-            )
-            return float32_plan(self.profile, self.timing, model=name, because=("sensitivity", detail))
-        return plan
-
-
-def _relative_time(half: list[float], full: list[float]) -> float:
-    """The larger of two answers: by pairs (their median) and by the shortest times.
-
-    On a busy machine either alone is easily fooled, and a wrong "faster" costs more than a missed one.
-    """
-    pairs = median(a / b for a, b in zip(half, full, strict=True))
-    return max(pairs, min(half) / min(full))
+        return confirmed(plan, trial, profile=profile, timing=timing, losses=self._losses, tolerance=self._tolerance)
 
 
 def _check_timing(timing: TimingTable, model: nn.Module) -> None:
@@ -154,8 +107,8 @@ def _check_timing(timing: TimingTable, model: nn.Module) -> None:
         raise UsageError(f"the timing table names layers that {type(unwrap(model)).__name__!r} does not have: {shown}")
 
 
-class Trial:
-    """Runs a batch under one plan or another, forward and backward, and leaves no trace."""
+class WholeStep:
+    """A `Trial`: runs a batch under one plan or another, forward and backward, and leaves no trace."""
 
     def __init__(self, model: nn.Module, closures: tuple[Closure, ...]) -> None:
         self._model = model

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from halfwise.core.plan import Plan
+from halfwise.core.planner import EVIDENCE_STEPS
 from halfwise.core.timing import TimingTable
 from halfwise.torch.closure import Closure, as_closures, split_loss
-from halfwise.torch.evidence import EVIDENCE_STEPS, Evidence, Trial
+from halfwise.torch.evidence import Evidence, WholeStep
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.snapshot import rehearsal
 from halfwise.torch.validate import check_module, check_options
@@ -54,4 +55,4 @@ def plan(
             loss.backward()
             evidence.record_gradients()
             evidence.add_step(float(loss.detach()))
-    return evidence.plan(Trial(model, closures[-1:]))
+    return evidence.plan(WholeStep(model, closures[-1:]))

@@ -5,21 +5,13 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-
-import halfwise.torch as hw
-from halfwise.workloads.training import ImageTraining, fresh_copy
+from halfwise.workloads.training import Batch, Step, Training
 
 __all__ = ["PairedTime", "compare_with_float32"]
 
 _WARM_UP = 2
-
-_Step = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -27,7 +19,7 @@ class PairedTime:
     """Medians over pairs of steps, taken in turns.
 
     Attributes:
-        seconds: one step under the plan, with everything that `MixedPrecision` does.
+        seconds: one step under the plan, with everything that halfwise does.
         seconds_float32: one step of a loop without halfwise, in float32.
         ratio: median of the pairs' ratios: below 1 the plan is faster.
         low, high: the middle half of the pairs' ratios lies between them.
@@ -42,7 +34,7 @@ class PairedTime:
     pairs: int
 
 
-def compare_with_float32(training: ImageTraining, *, pairs: int = 30, budget: float = 5.0) -> PairedTime:
+def compare_with_float32(training: Training, *, pairs: int = 30, budget: float = 5.0) -> PairedTime:
     """Times the plan in force in `training` against float32: fresh copies of the network, same batches, interleaved.
 
     Args:
@@ -50,20 +42,20 @@ def compare_with_float32(training: ImageTraining, *, pairs: int = 30, budget: fl
         pairs: at most so many pairs of steps.
         budget: seconds after which no new pair begins, once there are three.
     """
-    plan_step, float32_step = _plan_step(training), _float32_step(training)
+    plan_step, float32_step = training.steps_to_compare()
     batches = itertools.cycle(itertools.islice(training.batches(0), 8))
-    for images, labels in itertools.islice(batches, _WARM_UP):
-        plan_step(images, labels)
-        float32_step(images, labels)
+    for batch in itertools.islice(batches, _WARM_UP):
+        plan_step(*batch)
+        float32_step(*batch)
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     while len(times) < pairs and (len(times) < 3 or time.perf_counter() - began < budget):
-        images, labels = next(batches)
+        batch = next(batches)
         if len(times) % 2:  # who goes first changes, so that neither always finds the caches warm
-            times.append((_timed(plan_step, images, labels), _timed(float32_step, images, labels)))
+            times.append((_timed(plan_step, batch), _timed(float32_step, batch)))
         else:
-            second = _timed(float32_step, images, labels)
-            times.append((_timed(plan_step, images, labels), second))
+            second = _timed(float32_step, batch)
+            times.append((_timed(plan_step, batch), second))
     ratios = sorted(mine / theirs for mine, theirs in times)
     low, ratio, high = statistics.quantiles(ratios, n=4)
     return PairedTime(
@@ -76,30 +68,7 @@ def compare_with_float32(training: ImageTraining, *, pairs: int = 30, budget: fl
     )
 
 
-def _plan_step(training: ImageTraining) -> _Step:
-    model = fresh_copy(training)
-    optimizer = torch.optim.Adam(model.parameters(), lr=training.settings.learning_rate)
-    mp = hw.MixedPrecision(model, optimizer, training.mp.plan or training.mp.policy, log=lambda _: None)
-    return lambda images, labels: float(mp.step(lambda: cross_entropy(model(images), labels)).loss)
-
-
-def _float32_step(training: ImageTraining) -> _Step:
-    model = fresh_copy(training)
-    optimizer = torch.optim.Adam(model.parameters(), lr=training.settings.learning_rate)
-
-    def step(images: Tensor, labels: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
-def _timed(step: _Step, images: Tensor, labels: Tensor) -> float:
+def _timed(step: Step, batch: Batch) -> float:
     began = time.perf_counter()
-    step(images, labels)  # both steps read the loss, so an accelerator has finished
-    if images.is_cuda:
-        torch.cuda.synchronize()
+    step(*batch)
     return time.perf_counter() - began

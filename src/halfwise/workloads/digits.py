@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from halfwise.errors import MissingDependencyError
-from halfwise.workloads.data import ImageData
+from halfwise.workloads.image_data import ImageData
 
 __all__ = ["load_digits"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfwise.errors import DataError
-from halfwise.workloads.data import ImageData
+from halfwise.workloads.image_data import ImageData
 
 __all__ = ["LARGEST", "load_idx", "read_idx"]
 

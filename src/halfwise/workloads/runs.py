@@ -1,56 +1,53 @@
-"""Runs of the image workload from start to summary: what `halfwise train image` calls."""
+"""Runs of the built-in workloads from start to summary: what `halfwise train` calls."""
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import halfwise.torch as hw
+from halfwise.core.plan import Plan
 from halfwise.core.policy import POLICIES, parse_policy
 from halfwise.core.record import RunRecord
 from halfwise.errors import PolicyError, UsageError
 from halfwise.workloads.compare import compare_with_float32
-from halfwise.workloads.data import ImageData, load_images
-from halfwise.workloads.settings import ImageSettings, describe_environment, environment_changes
-from halfwise.workloads.training import ImageTraining, View
+from halfwise.workloads.datasets import Dataset, load_data
+from halfwise.workloads.environment import environment_changes
+from halfwise.workloads.frameworks import choose_backend, make_training
+from halfwise.workloads.session import View
+from halfwise.workloads.settings import Settings
+from halfwise.workloads.training import Training
 
 __all__ = ["finish", "new_run", "resumed_run"]
 
-_TINY = 256  # values per image
 
-
-def new_run(settings: ImageSettings, directory: Path | None, view: View) -> tuple[ImageTraining, RunRecord]:
+def new_run(settings: Settings, directory: Path | None, view: View) -> tuple[Training, RunRecord]:
     """A training and its fresh record. Nothing is written before everything has been checked.
 
     Args:
         settings: `policy` may be any spelling of a policy, or the path of a plan.
-        directory: for the record; None takes the first free one of `runs/image-POLICY-1`, `-2`, ...
+        directory: for the record; None takes the first free one of `runs/WORKLOAD-POLICY-1`, `-2`, ...
         view: is told what happens.
 
     Raises:
-        UsageError: policy, plan, data or directory cannot be used.
+        UsageError: framework, policy, plan, data or directory cannot be used.
+        MissingDependencyError: a package is not installed.
     """
+    settings = choose_backend(settings)
     plan = None
     if settings.policy.endswith(".toml") or Path(settings.policy).is_file():
-        plan = hw.Plan.load(settings.policy)
+        plan = Plan.load(settings.policy)
     else:
         settings = replace(settings, policy=parse_policy(settings.policy))
-    data = _load(settings)
-    _use_one_thread_for_tiny_images(data)
-    training = ImageTraining(settings, data, plan=plan, view=view)
-    target = directory or _free_directory("plan" if plan is not None else settings.policy)
+    training = make_training(settings, _load(settings), plan=plan, view=view)
+    target = directory or _free_directory(settings.workload, "plan" if plan is not None else settings.policy)
     text = None if plan is None else Path(settings.policy).read_text(encoding="utf-8")
     return training, RunRecord.create(target, _environment(training), plan=text)
 
 
-def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[ImageTraining, RunRecord]:
+def resumed_run(workload: str, directory: Path, given: Mapping[str, Any], view: View) -> tuple[Training, RunRecord]:
     """The training that `directory` records, ready to go on. Its settings hold; `given` may only raise `epochs`.
 
     Raises:
@@ -59,13 +56,19 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
     """
     record = RunRecord.open(directory)
     before = record.environment()
-    settings = ImageSettings.from_dict(before.get("settings"))
+    settings = Settings.from_dict(before.get("settings"))
+    if settings.workload != workload:
+        raise UsageError(
+            f"the run in {str(directory)!r} is one of `halfwise train {settings.workload}`, not {workload}; "
+            f"use that command to go on, or give another --out."
+        )
     for name, value in given.items():
         kept = getattr(settings, name)
         if name != "epochs" and value != kept and not (name == "policy" and _same_policy(str(value), kept)):
             option = "--" + name.replace("_", "-")
+            started = f"without {option}" if kept is None else f"with {option} {kept}"
             raise UsageError(
-                f"the run in {str(directory)!r} was started with {option} {kept}, not {value}. A run goes on as it "
+                f"the run in {str(directory)!r} was started {started}, not {value}. A run goes on as it "
                 f"began (only --epochs may change): leave {option} out, or start a new run with another --out."
             )
     epochs = given.get("epochs", settings.epochs)
@@ -76,10 +79,8 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
         )
     settings = replace(settings, epochs=epochs)
     # The record has its own copy of the plan: the file may be gone or changed by now.
-    plan = None if settings.policy in POLICIES else hw.Plan.load(record.plan_path)
-    data = _load(settings)
-    _use_one_thread_for_tiny_images(data)
-    training = ImageTraining(settings, data, plan=plan, view=view)
+    plan = None if settings.policy in POLICIES else Plan.load(record.plan_path)
+    training = make_training(choose_backend(settings), _load(settings), plan=plan, view=view)
     now = _environment(training)
     if before.get("data") != now["data"]:
         raise UsageError(
@@ -95,7 +96,7 @@ def resumed_run(directory: Path, given: Mapping[str, Any], view: View) -> tuple[
     return training, record
 
 
-def finish(training: ImageTraining, record: RunRecord, results: Mapping[str, Any]) -> dict[str, Any]:
+def finish(training: Training, record: RunRecord, results: Mapping[str, Any]) -> dict[str, Any]:
     """Measures what the plan cost and writes `summary.json`.
 
     Args:
@@ -106,13 +107,15 @@ def finish(training: ImageTraining, record: RunRecord, results: Mapping[str, Any
     Returns:
         The summary.
     """
-    mp, settings = training.mp, training.settings
-    plan = mp.plan
+    precision, settings = training.precision, training.settings
+    plan = precision.plan
     training.view.measuring()
     half = plan is not None and (plan.default.compute != "float32" or any(r.compute != "float32" for r in plan.layers))
     summary = {
-        "workload": "image",
-        "framework": "torch",
+        "workload": settings.workload,
+        "framework": settings.framework,
+        "backend": settings.backend,
+        "loop": settings.loop,
         "network": settings.network,
         "policy": settings.policy,
         "data": training.data.describe(),
@@ -121,8 +124,8 @@ def finish(training: ImageTraining, record: RunRecord, results: Mapping[str, Any
         **results,
         "median_step_seconds": statistics.median(row["seconds"] for row in record.metrics()),
         "step_time": asdict(compare_with_float32(training)) if half else None,
-        "loss_scale": mp.loss_scale,
-        "skipped_steps": mp.skipped_steps,
+        "loss_scale": precision.loss_scale,
+        "skipped_steps": precision.skipped_steps,
         "incidents": [incident.as_dict() for incident in record.events()],
         "plan": None if plan is None else _described(plan),
     }
@@ -137,32 +140,30 @@ def _same_policy(given: str, kept: str) -> bool:
         return False
 
 
-def _load(settings: ImageSettings) -> ImageData:
-    data = load_images(settings.data)
+def _load(settings: Settings) -> Dataset:
+    data = load_data(settings.workload, settings.data)
     return data if settings.limit is None else data.first(settings.limit)
 
 
-def _use_one_thread_for_tiny_images(data: ImageData) -> None:
-    # A step on 8 x 8 pixels takes about a millisecond. Threads only wait for each other then, tens of times as long
-    # where others want the cores; such times are worth nothing to "auto". Whoever sets OMP_NUM_THREADS is obeyed.
-    if math.prod(data.shape) <= _TINY and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+def _environment(training: Training) -> dict[str, Any]:
+    settings = training.settings
+    return {
+        "workload": settings.workload,
+        "framework": settings.framework,
+        "settings": settings.as_dict(),
+        "data": training.data.describe(),
+        **training.environment(),
+    }
 
 
-def _environment(training: ImageTraining) -> dict[str, Any]:
-    return describe_environment(
-        training.settings, model=training.model, device=training.device, data=training.data.describe()
-    )
-
-
-def _free_directory(policy: str) -> Path:
+def _free_directory(workload: str, policy: str) -> Path:
     number = 1
-    while (directory := Path("runs") / f"image-{policy}-{number}").exists():
+    while (directory := Path("runs") / f"{workload}-{policy}-{number}").exists():
         number += 1
     return directory
 
 
-def _described(plan: hw.Plan) -> dict[str, Any]:
+def _described(plan: Plan) -> dict[str, Any]:
     def entry(rule: Any) -> dict[str, Any]:
         return {"compute": rule.compute, "reason": rule.reason, "detail": rule.detail}
 

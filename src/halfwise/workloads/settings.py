@@ -2,57 +2,79 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
-import torch
-from torch import nn
+from halfwise.errors import DataError, UsageError
 
-from halfwise.errors import DataError
-from halfwise.torch.names import named_layers
+__all__ = ["NETWORKS", "WORKLOADS", "Settings"]
 
-__all__ = ["ImageSettings", "describe_environment", "environment_changes"]
+WORKLOADS = ("image", "text")
 
-_EPOCHS_OF_LARGE_DATA = 5
-_PACKAGES = ("halfwise", "torch", "numpy")
+NETWORKS: Mapping[str, tuple[str, ...]] = {"image": ("convnet", "small"), "text": ("embedding_bag",)}
+"""The networks of each workload by name, the default first."""
+
+_BUILT_IN = {"image": "digits", "text": "sotu"}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "image": {"epochs": 20, "learning_rate": 1e-3},
+    "text": {"epochs": 10, "learning_rate": 3e-3},
+}
+_EPOCHS_OF_OTHER_DATA = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSettings:
-    """The settings of an image training run. Together with versions and threads they decide every bit of its result.
+class Settings:
+    """The settings of a training run. Together with versions and threads they decide every bit of its result.
 
     Attributes:
+        workload: `"image"` or `"text"`.
+        framework: `"torch"` or `"keras"`.
+        backend: Keras' backend: `"tensorflow"`, `"jax"` or `"torch"`; None with the framework torch.
+        loop: `"fit"` or `"custom"` with Keras; None with torch, whose loop is always written by hand.
         policy: `"auto"`, `"float32"`, `"mixed_float16"`, `"mixed_bfloat16"`, or the path of a plan.
-        data: a built-in name, or a directory.
-        network: a key of `NETWORKS`.
+        data: a built-in name, or a path.
+        network: one of `NETWORKS[workload]`.
         epochs: passes over the data.
-        batch_size: images per step.
+        batch_size: inputs per step.
         learning_rate: Adam's.
         seed: decides the initial weights and, with the epoch's number, the order of the data.
-        limit: at most so many images for training and for testing; None for all.
+        limit: at most so many inputs for training and for testing; None for all.
         checkpoint_every: steps between checkpoints within an epoch; None for one a minute. Each epoch ends with one.
     """
 
+    workload: str
+    framework: str = "torch"
+    backend: str | None = None
+    loop: str | None = None
     policy: str = "auto"
-    data: str = "digits"
-    network: str = "convnet"
-    epochs: int = 20
+    data: str
+    network: str
+    epochs: int
     batch_size: int = 64
-    learning_rate: float = 1e-3
+    learning_rate: float
     seed: int = 0
     limit: int | None = None
     checkpoint_every: int | None = None
 
     @classmethod
-    def of(cls, **given: Any) -> Self:
-        """Settings with what is given, and defaults for the rest; data other than the digits get fewer epochs."""
-        if given.get("data", cls.data) != "digits":
-            given.setdefault("epochs", _EPOCHS_OF_LARGE_DATA)
-        return cls(**given)
+    def of(cls, workload: str, **given: Any) -> Self:
+        """Settings with what is given, and the workload's defaults for the rest; data of one's own get fewer epochs.
+
+        Raises:
+            UsageError: the workload has no such network.
+
+        >>> Settings.of("image").epochs, Settings.of("image", data="photos").epochs
+        (20, 5)
+        """
+        defaults = {"data": _BUILT_IN[workload], "network": NETWORKS[workload][0], **_DEFAULTS[workload]}
+        if given.get("data", defaults["data"]) != defaults["data"]:
+            defaults["epochs"] = _EPOCHS_OF_OTHER_DATA
+        settings = cls(workload=workload, **{**defaults, **given})
+        if settings.network not in NETWORKS[workload]:
+            choice = ", ".join(map(repr, NETWORKS[workload]))
+            raise UsageError(f"unknown network {settings.network!r}; choose one of {choice}.")
+        return settings
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values."""
@@ -68,45 +90,7 @@ class ImageSettings:
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != names:
             raise DataError(
-                "the run's environment.json holds no settings of an image training run; it may come from another "
-                "version. Start a new run."
+                "the run's environment.json holds no settings of a training run; it may come from another version. "
+                "Start a new run."
             )
         return cls(**values)
-
-
-def describe_environment(
-    settings: ImageSettings, *, model: nn.Module, device: torch.device, data: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a run record keeps beside the results: settings, modules, versions, hardware, threads."""
-    return {
-        "workload": "image",
-        "framework": "torch",
-        "settings": settings.as_dict(),
-        "data": dict(data),
-        "modules": {path: type(module).__name__ for path, module in named_layers(model)},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two environments that can change the last bits of a result, in words."""
-    old, new = _facts(before), _facts(now)
-    return [f"{name}: {old.get(name)} before, {value} now" for name, value in new.items() if old.get(name) != value]
-
-
-def _facts(environment: Mapping[str, Any]) -> dict[str, Any]:
-    versions = environment.get("versions")
-    facts = {name: environment.get(name) for name in ("device", "threads", "machine")}
-    return {**facts, **(versions if isinstance(versions, Mapping) else {})}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"

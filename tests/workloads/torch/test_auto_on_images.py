@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import halfwise.torch as hw
 from halfwise.core.planner import HEADROOM, LARGEST_UNDERFLOW
 from halfwise.workloads.digits import load_digits
-from halfwise.workloads.image import ConvNet
+from halfwise.workloads.torch.networks import ConvNet
 
 DATA = load_digits()
 LAYERS = ("conv", "hidden", "head")

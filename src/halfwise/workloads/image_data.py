@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfwise.errors import DataError, UsageError
+from halfwise.workloads.datasets import Arrays
 
 __all__ = ["ImageData", "load_images"]
 
@@ -31,6 +32,16 @@ class ImageData:
     test_images: NDArray[np.float32]
     test_labels: NDArray[np.int64]
     classes: int
+
+    @property
+    def train(self) -> Arrays:
+        """Images and labels for training."""
+        return self.train_images, self.train_labels
+
+    @property
+    def test(self) -> Arrays:
+        """Images and labels for testing."""
+        return self.test_images, self.test_labels
 
     @property
     def shape(self) -> tuple[int, int, int]:

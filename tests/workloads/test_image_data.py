@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halfwise.errors import DataError, UsageError
-from halfwise.workloads.data import load_images
+from halfwise.workloads.image_data import load_images
 
 
 def test_digits_are_all_there_once_and_split_alike() -> None:
@@ -55,7 +55,7 @@ def test_digits_without_scikit_learn_name_the_command() -> None:
         import sys
         sys.modules["sklearn"] = None
         from halfwise.errors import MissingDependencyError
-        from halfwise.workloads.data import load_images
+        from halfwise.workloads.image_data import load_images
         try:
             load_images("digits")
         except MissingDependencyError as error:

@@ -14,11 +14,12 @@ from halfwise.core.profile import Profile
 from halfwise.core.record import RunRecord
 from halfwise.torch.checkpoint import find_checkpoint
 from halfwise.workloads.compare import compare_with_float32
-from halfwise.workloads.data import load_images
-from halfwise.workloads.image import build_network
+from halfwise.workloads.image_data import ImageData, load_images
 from halfwise.workloads.runs import finish, new_run, resumed_run
-from halfwise.workloads.settings import ImageSettings
-from halfwise.workloads.training import ImageTraining
+from halfwise.workloads.settings import Settings
+from halfwise.workloads.text_data import TextData, load_texts
+from halfwise.workloads.torch.networks import build_network
+from halfwise.workloads.torch.training import TorchTraining
 
 
 class Quiet:
@@ -42,6 +43,18 @@ class Quiet:
         self.messages.append(text)
 
 
+def start(settings: Settings, directory: Path, view: Quiet | None = None) -> tuple[TorchTraining, RunRecord]:
+    training, record = new_run(settings, directory, view or Quiet())
+    assert isinstance(training, TorchTraining)
+    return training, record
+
+
+def resume(directory: Path, view: Quiet, **given: Any) -> tuple[TorchTraining, RunRecord]:
+    training, record = resumed_run("image", directory, given, view)
+    assert isinstance(training, TorchTraining)
+    return training, record
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -50,31 +63,32 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_default_settings_reach_the_accuracy_that_is_promised(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workload", "promised"), [("image", 0.97), ("text", 0.92)])
+def test_default_settings_reach_the_accuracy_that_is_promised(tmp_path: Path, workload: str, promised: float) -> None:
     accuracies = []
     for seed in range(3):
-        training, record = new_run(ImageSettings(policy="float32", seed=seed), tmp_path / str(seed), Quiet())
+        training, record = start(Settings.of(workload, policy="float32", seed=seed), tmp_path / str(seed))
         accuracies.append(training.run(record)["test_accuracy"])
-    assert statistics.mean(accuracies) >= 0.97
+    assert statistics.mean(accuracies) >= promised
 
 
-def test_float32_is_the_loop_without_halfwise_bit_for_bit(tmp_path: Path) -> None:
-    settings = ImageSettings(policy="float32", seed=3, limit=100, batch_size=32, epochs=2)
-    training, record = new_run(settings, tmp_path / "run", Quiet())
+@pytest.mark.parametrize("workload", ["image", "text"])
+def test_float32_is_the_loop_without_halfwise_bit_for_bit(tmp_path: Path, workload: str) -> None:
+    settings = Settings.of(workload, policy="float32", seed=3, limit=100, batch_size=32, epochs=2)
+    training, record = start(settings, tmp_path / "run")
     training.run(record)
 
-    data = load_images("digits")
+    data: ImageData | TextData = load_images("digits") if workload == "image" else load_texts("sotu")
     torch.manual_seed(3)
-    model = build_network("convnet", data.shape, 10)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model = build_network(settings.network, data)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 if workload == "image" else 3e-3)
     losses = []
     for epoch in range(2):
         order = np.random.default_rng((3, epoch)).permutation(100)
-        for start in range(0, 100, 32):
-            batch = order[start : start + 32]
-            images, labels = torch.from_numpy(data.train_images[batch]), torch.from_numpy(data.train_labels[batch])
+        for begin in range(0, 100, 32):
+            inputs, labels = (torch.from_numpy(array[order[begin : begin + 32]]) for array in data.train)
             optimizer.zero_grad()
-            loss = cross_entropy(model(images), labels)
+            loss = cross_entropy(model(inputs), labels)
             torch.autograd.backward(loss)
             optimizer.step()
             losses.append(loss.item())
@@ -84,8 +98,8 @@ def test_float32_is_the_loop_without_halfwise_bit_for_bit(tmp_path: Path) -> Non
 
 
 def test_batches_cover_the_data_once_and_go_on_anywhere() -> None:
-    settings = ImageSettings(policy="float32", limit=100, batch_size=32)
-    training = ImageTraining(settings, load_images("digits").first(100), view=Quiet())
+    settings = Settings.of("image", policy="float32", limit=100, batch_size=32)
+    training = TorchTraining(settings, load_images("digits").first(100), view=Quiet())
     whole = list(training.batches(0))
     assert [len(labels) for _, labels in whole] == [32, 32, 32, 4]
     assert training.steps_per_epoch == 4
@@ -97,8 +111,8 @@ def test_batches_cover_the_data_once_and_go_on_anywhere() -> None:
 
 
 def test_evaluation_counts_every_test_image_and_leaves_no_trace() -> None:
-    settings = ImageSettings(policy="float32")
-    training = ImageTraining(settings, load_images("digits"), view=Quiet())
+    settings = Settings.of("image", policy="float32")
+    training = TorchTraining(settings, load_images("digits"), view=Quiet())
     before = torch.get_rng_state()
     found = training.evaluate()
     with torch.no_grad():
@@ -111,8 +125,8 @@ def test_evaluation_counts_every_test_image_and_leaves_no_trace() -> None:
 
 
 def test_comparison_leaves_the_training_alone(tmp_path: Path) -> None:
-    settings = ImageSettings(policy="mixed_float16", limit=64, epochs=1, network="small")
-    training, record = new_run(settings, tmp_path / "run", Quiet())
+    settings = Settings.of("image", policy="mixed_float16", limit=64, epochs=1, network="small")
+    training, record = start(settings, tmp_path / "run")
     training.run(record)
     weights = {name: value.clone() for name, value in training.model.state_dict().items()}
     state, random_state = training.mp.state_dict(), torch.get_rng_state()
@@ -127,14 +141,12 @@ def test_comparison_leaves_the_training_alone(tmp_path: Path) -> None:
 
 
 def test_auto_keeps_its_evidence_over_a_resume(tmp_path: Path) -> None:
-    settings = ImageSettings(policy="auto", limit=64, epochs=2, batch_size=16)
-    training, record = new_run(settings, tmp_path / "run", Quiet())
+    settings = Settings.of("image", policy="auto", limit=64, epochs=2, batch_size=16)
+    training, record = start(settings, tmp_path / "run")
     first = finish(training, record, training.run(record))
     evidence = Profile.load(record.profile_path)
     view = Quiet()
-    training, record = resumed_run(
-        tmp_path / "run", {"epochs": 30}, view
-    )  # beyond step 100: weights are looked at anew
+    training, record = resume(tmp_path / "run", view, epochs=30)  # beyond step 100: weights are looked at anew
     second = finish(training, record, training.run(record))
     assert view.began_at == 8
     assert len(record.metrics()) == 120
@@ -147,7 +159,7 @@ def test_auto_keeps_its_evidence_over_a_resume(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_written_while_evidence_is_gathered(tmp_path: Path) -> None:
-    settings = ImageSettings(policy="auto", limit=64, epochs=1, batch_size=16, checkpoint_every=1)
+    settings = Settings.of("image", policy="auto", limit=64, epochs=1, batch_size=16, checkpoint_every=1)
 
     class StopError(Exception):
         pass
@@ -158,14 +170,14 @@ def test_no_checkpoint_is_written_while_evidence_is_gathered(tmp_path: Path) -> 
             if len(self.rows) == 2:
                 raise StopError
 
-    training, record = new_run(settings, tmp_path / "run", Stopping())
+    training, record = start(settings, tmp_path / "run", Stopping())
     with pytest.raises(StopError):
         training.run(record)
     assert training.mp.plan is None
     assert len(record.metrics()) == 2
     assert find_checkpoint(record.checkpoint_path) is not None
     view = Quiet()
-    training, record = resumed_run(tmp_path / "run", {}, view)
+    training, record = resume(tmp_path / "run", view)
     training.run(record)
     assert view.began_at == 0
     assert [row["step"] for row in RunRecord.open(tmp_path / "run").metrics()] == [0, 1, 2, 3]

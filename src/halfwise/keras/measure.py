@@ -1,0 +1,164 @@
+"""How long each layer takes in each format on this device: forward and backward on the inputs that it really gets.
+
+The inputs are those of a probe. On JAX a layer is timed compiled, elsewhere eagerly. A format is given up once it has
+taken longer than float32 did: that the format is slower here is all that a planner needs to know. Layers that are alike
+(the same configuration, weights and inputs of the same shapes) are timed once, since on JAX each is compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Literal
+
+import keras
+from keras import Layer
+
+from halfwise.core.timing import TimingTable
+from halfwise.keras.apply import policy_name
+from halfwise.keras.names import children, whole
+from halfwise.keras.probe import Observer, built, probe, tapped_layers
+from halfwise.keras.profile import parameters
+
+__all__ = ["HALF_FORMATS", "LayerTimer"]
+
+_LOG = logging.getLogger("halfwise")
+_backend = import_module(f"halfwise.keras.backends.{keras.backend.backend()}")
+
+HALF_FORMATS = ("bfloat16", "float16")
+"""The half-precision formats that Keras computes in; a layer that cannot run in one is not timed in it."""
+
+_LEAST_ROUNDS = 3
+_WARM_UPS = 5
+_LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
+_HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
+_MOST_ROUNDS = 20
+_ENOUGH_SECONDS = 5e-3  # of float32 for one layer; disturbances only lengthen a measurement, so minima are taken
+
+
+class LayerTimer(Observer):
+    """Times the layers of a model that have weights; see the text of this file."""
+
+    def __init__(self, model: keras.Model, formats: Sequence[str] = HALF_FORMATS) -> None:
+        self._model = model
+        self._formats = tuple(formats)
+        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._input_gradients: set[str] = set()
+        self._seconds: dict[str, dict[str, float]] = {}
+        self._cut_short: set[tuple[str, str]] = set()
+
+    @property
+    def table(self) -> TimingTable:
+        """What was measured so far."""
+        return TimingTable({p: dict(t) for p, t in self._seconds.items()}, frozenset(self._cut_short))
+
+    def measure(
+        self, data: tuple[Any, ...], *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
+    ) -> None:
+        """Times the layers on what they get in one training step. The arguments are those of `probe`."""
+        layers = {path: layer for path, layer in tapped_layers(built(self._model, data, step)).items() if _timed(layer)}
+        probed = probe(self._model, data, self, layers=layers, step=step, state=state)
+        values = {id(variable): value for variable, value in probed.weights}
+        alike: dict[Any, str] = {}
+        for path, (args, kwargs) in self._calls.items():
+            twin = alike.setdefault(_kind(layers[path], args, kwargs, path), path)
+            if twin == path:
+                self._time(path, layers[path], args, kwargs, values)
+            elif twin in self._seconds:
+                self._seconds[path] = self._seconds[twin]
+                self._cut_short |= {(path, name) for where, name in self._cut_short if where == twin}
+        self._calls = {}
+
+    def arguments(self, path: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call == 0:
+            self._calls[path] = (args, kwargs)
+
+    def backward(
+        self,
+        path: str,
+        call: int,  # noqa: ARG002
+        where: Literal["input", "output"],
+        index: int,  # noqa: ARG002
+        gradient: Any,  # noqa: ARG002
+    ) -> None:
+        if where == "input":
+            self._input_gradients.add(path)
+
+    def _time(self, path: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any) -> None:
+        put_back = _backend.keep(layer.non_trainable_variables)
+        try:
+            self._seconds[path] = self._measured(path, layer, args, kwargs, values)
+        except Exception as error:  # a measurement must never end a training
+            _LOG.info("layer %r could not be timed and keeps float32: %s", path, error)
+        finally:
+            put_back()
+
+    def _measured(
+        self, path: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any
+    ) -> dict[str, float]:
+        passes: dict[str, Callable[[float], float]] = {}
+
+        def seconds(name: str, limit: float = float("inf")) -> float:
+            with _computing_in(layer, name):
+                if name not in passes:
+                    gradients = path in self._input_gradients
+                    passes[name] = _backend.layer_pass(layer, args, kwargs, values, input_gradients=gradients)
+                return passes[name](limit)
+
+        seconds("float32")  # warm-up: allocations, and one-time choices of kernels
+        times = {"float32": [seconds("float32") for _ in range(_LEAST_ROUNDS)]}
+        result: dict[str, float] = {}
+        for name in self._formats:
+            limit = min(times["float32"])
+            quickest = float("inf")
+            try:
+                for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
+                    quickest = min(quickest, seconds(name, limit))
+                    if quickest <= limit or quickest > max(_HOPELESS * limit, _LONGEST_WARM_UP):
+                        break
+            except Exception as error:  # what fails is not chosen
+                _LOG.info("layer %r cannot run in %s: %s", path, name, error)
+                continue
+            if quickest > limit:
+                self._cut_short.add((path, name))
+                result[name] = quickest
+            else:
+                times[name] = []
+        for _ in range(_MOST_ROUNDS):
+            for name, measured in times.items():
+                measured.append(seconds(name))
+            if len(times["float32"]) >= 2 * _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
+                break
+        return {**{name: min(measured) for name, measured in times.items()}, **result}
+
+
+def _timed(layer: Layer) -> bool:
+    """Layers with weights that contain no other timed layer, so that no time is counted twice."""
+    return bool(parameters(layer)) and (whole(layer) or not children(layer))
+
+
+@contextmanager
+def _computing_in(layer: Layer, name: str) -> Iterator[None]:
+    """Within the block the layer, and what is inside it, computes in the format."""
+    policy = keras.DTypePolicy(policy_name(name))
+    parts = [part for part in layer._flatten_layers() if keras.backend.is_float_dtype(part.compute_dtype)]
+    before = [(part, part._dtype_policy) for part in parts]
+    for part in parts:
+        part._dtype_policy = policy
+    try:
+        yield
+    finally:
+        for part, earlier in before:
+            part._dtype_policy = earlier
+
+
+def _kind(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Any:
+    """Equal for layers that take the same time."""
+    try:
+        config = {name: value for name, value in layer.get_config().items() if name != "name"}
+    except Exception:  # a layer of the user's that cannot describe itself is like no other
+        return path
+    shapes = [(getattr(leaf, "shape", leaf), str(getattr(leaf, "dtype", ""))) for leaf in keras.tree.flatten((args, kwargs))]
+    return type(layer), repr(config), repr(shapes), repr([variable.shape for variable in layer.weights])

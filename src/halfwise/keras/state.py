@@ -1,0 +1,69 @@
+"""The state of a guarded training besides the model: plain values for a JSON file.
+
+Weights, optimizer and loss scale are in the `.keras` file, where Keras keeps the optimizer's variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from halfwise.core.diagnosis import Incident
+from halfwise.core.guard import GuardState
+from halfwise.core.plan_file import dumps, loads
+from halfwise.core.policy import disabled
+from halfwise.errors import UsageError
+from halfwise.keras.apply import applied_plan
+from halfwise.keras.engine import Engine
+
+__all__ = ["check", "load_state_dict", "state_dict"]
+
+_VERSION = 1
+_KEYS = ("plan", "guard", "incidents", "steps", "skipped_steps")
+
+
+def state_dict(engine: Engine | None) -> dict[str, Any]:
+    """See `PrecisionGuard.state_dict`.
+
+    Raises:
+        UsageError: training has not begun.
+    """
+    if engine is None:
+        raise UsageError("the guard has no state before training; call state_dict() during fit or after it")
+    return {
+        "version": _VERSION,
+        "plan": None if engine.plan is None else dumps(engine.plan),
+        "guard": asdict(engine.guard_state),
+        "incidents": [incident.as_dict() for incident in engine.incidents],
+        "steps": engine.steps,
+        "skipped_steps": engine.skipped_steps,
+    }
+
+
+def check(saved: object) -> None:
+    """Checks that `saved` is what `state_dict` gave.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not isinstance(saved, Mapping):
+        raise UsageError(f"the state is {type(saved).__name__}; give what guard.state_dict() gave")
+    if saved.get("version") != _VERSION:
+        raise UsageError(f"the state has version {saved.get('version')!r}; this halfwise reads version {_VERSION}")
+    if missing := [key for key in _KEYS if key not in saved]:
+        raise UsageError(f"the state lacks {', '.join(missing)}; give what guard.state_dict() gave, whole")
+
+
+def load_state_dict(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """See `PrecisionGuard.load_state_dict`."""
+    if not disabled() and saved["plan"] is not None:
+        plan = loads(saved["plan"], source="the saved state")
+        if applied_plan(engine.model) != plan:
+            engine.use_plan(plan)
+        else:
+            engine.end_evidence(plan)
+    engine.guard_state = GuardState(**saved["guard"])
+    engine.incidents = [Incident.from_dict(fields) for fields in saved["incidents"]]
+    engine.steps = saved["steps"]
+    engine.skipped_steps = saved["skipped_steps"]
