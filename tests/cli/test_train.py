@@ -112,7 +112,12 @@ BAD = {
     "policy": (["--policy", "float8"], "unknown policy 'float8'. Allowed: 'auto', 'float32'"),
     "bare half": (["--policy", "float16"], "Use 'mixed_float16'"),
     "plan": (["--policy", "none.toml"], "cannot read the plan 'none.toml'"),
-    "framework": (["--framework", "keras"], "--framework 'keras' cannot be used; allowed: 'torch'"),
+    "framework": (["--framework", "mxnet"], "--framework 'mxnet' cannot be used; allowed: 'torch', 'keras'"),
+    "backend": (["--framework", "keras", "--backend", "mxnet"], "allowed: 'tensorflow', 'jax', 'torch'"),
+    "loop": (["--framework", "keras", "--loop", "for"], "--loop 'for' cannot be used; allowed: 'fit', 'custom'"),
+    "backend of torch": (["--backend", "jax"], "--backend 'jax' cannot be used with --framework 'torch'"),
+    "loop of torch": (["--loop", "custom"], "Add --framework keras, or leave --loop out"),
+    "checkpoints in fit": (["--framework", "keras", "--checkpoint-every", "3"], "Add --loop custom, or leave it out"),
     "network": (["--network", "resnet"], "unknown network 'resnet'; choose one of 'convnet', 'small'"),
     "data": (["--data", "mnist"], "no data called 'mnist': give 'digits'"),
     "learning rate": (["--learning-rate", "-1"], "--learning-rate -1.0 cannot be used; give a positive number"),
@@ -137,6 +142,88 @@ def test_bad_usage_is_one_clear_error_and_writes_nothing(halfwise: Halfwise, cas
     assert err.count("halfwise: ") <= 1
     assert "Traceback" not in err
     assert [path.name for path in Path().rglob("*")] == ["full", "notes.txt"]
+
+
+BAD_TEXT = {
+    "data": (["--data", "imdb"], "no data called 'imdb': give 'sotu'"),
+    "directory": (["--data", "full"], "no train.jsonl[.gz]"),
+    "malformed": (["--data", "full/notes.txt"], "line 1 of 'full/notes.txt' is not JSON"),
+    "policy": (["--policy", "float8"], "unknown policy 'float8'"),
+    "network": (["--network", "convnet"], "No such option"),
+    "resume an image run": (["--resume", "--out", "image"], "one of `halfwise train image`, not text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TEXT)
+def test_bad_usage_of_text_is_one_clear_error(halfwise: Halfwise, case: str) -> None:
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    if "image" in case:
+        halfwise("train", "image", *QUICK, "--policy", "float32", "--out", "image")
+    arguments, message = BAD_TEXT[case]
+    code, out, err = halfwise("train", "text", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert not Path("runs").exists()
+
+
+def test_text_leaves_the_same_record_and_goes_on_exactly(halfwise: Halfwise) -> None:
+    base = ["train", "text", "--limit", "96", "--batch-size", "32", "--policy", "mixed_float16"]
+    code, out, err = halfwise(*base, "--epochs", "3")
+    assert (code, err) == (0, "")
+    assert "on 96 texts never trained on" in out
+    assert "3 epochs, 9 steps" in out
+    assert "embedding_bag on sotu, seed 0" in out
+    whole = RunRecord.open("runs/text-mixed_float16-1")
+    names = {path.name for path in whole.directory.iterdir()}
+    assert names >= {"environment.json", "metrics.jsonl", "plan.toml", "checkpoint", "summary.json"}
+    assert whole.environment()["modules"] == {"": "EmbeddingBag", "embedding": "Embedding", "head": "Linear"}
+    assert whole.environment()["settings"]["workload"] == "text"
+    halfwise(*base, "--epochs", "1", "--out", "parts")
+    assert halfwise("train", "text", "--out", "parts", "--resume", "--epochs", "3")[0] == 0
+    assert without_seconds(RunRecord.open("parts")) == without_seconds(whole)
+
+
+def test_texts_of_ones_own(halfwise: Halfwise) -> None:
+    lines = [json.dumps({"text": f"{word} {n}", "label": word}) for n in range(20) for word in ("good", "bad")]
+    Path("texts.jsonl").write_text("\n".join(lines))
+    code, out, _ = halfwise("train", "text", "--data", "texts.jsonl", "--policy", "float32", "--epochs", "20")
+    assert code == 0
+    assert "Test accuracy 1.0000 on 8 texts" in out
+
+
+MISSING = {
+    "torch": (["torch"], [], "torch", "torch"),
+    "keras, tensorflow": (["keras"], ["--framework", "keras", "--backend", "tensorflow"], "keras", "tensorflow"),
+    "keras, jax": (["keras"], ["--framework", "keras", "--backend", "jax"], "keras", "jax"),
+    "keras, torch": (["keras"], ["--framework", "keras", "--backend", "torch"], "keras", "keras"),
+    "tensorflow": (["tensorflow"], ["--framework", "keras", "--backend", "tensorflow"], "tensorflow", "tensorflow"),
+    "jax": (["jax"], ["--framework", "keras", "--backend", "jax"], "jax", "jax"),
+    "Keras' torch": (["torch"], ["--framework", "keras", "--backend", "torch"], "torch", "torch"),
+    "all backends": (["tensorflow", "jax", "torch"], ["--framework", "keras"], "tensorflow", "tensorflow"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_package_is_told_with_the_pip_command(case: str) -> None:
+    missing, options, package, extra = MISSING[case]
+    program = "\n".join(
+        [
+            "import sys",
+            *(f"sys.modules[{name!r}] = None" for name in missing),
+            "from halfwise.__main__ import main",
+            f"sys.exit(main({['train', 'text', *options]!r}))",
+        ]
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 1
+    assert f"needs the package '{package}': pip install \"halfwise[{extra}]\"" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("runs").exists()
 
 
 def test_a_malformed_idx_file_is_named(halfwise: Halfwise) -> None:
@@ -277,7 +364,7 @@ KILLS = """
     import os, random, signal, sys, time
     from pathlib import Path
     import numba, sklearn.datasets, torch._dynamo  # the slow ones: children start with them
-    import halfwise.report.train, halfwise.workloads.runs
+    import halfwise.report.train, halfwise.workloads.runs, halfwise.workloads.torch.training
     from halfwise.__main__ import main
 
     SETTINGS = ["--limit", "160", "--batch-size", "32", "--epochs", "4"]

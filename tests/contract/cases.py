@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-
 from tests.contract.adapter import SHAPES, Array, Batch, Weights
 
 __all__ = [
@@ -20,8 +19,8 @@ __all__ = [
     "HOPELESS",
     "INFINITE_TARGET",
     "NAN_INPUT",
-    "OVERFLOW",
     "ORDINARY",
+    "OVERFLOW",
     "WIDE",
     "Case",
     "constant",

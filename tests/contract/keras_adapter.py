@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import keras
 import numpy as np
+from tests.contract.adapter import SHAPES, Array, Batch, Guard, Outcome, Weights
 
 import halfwise.keras as hw
 from halfwise.core.diagnosis import Incident
 from halfwise.core.loss_scale import LossScaleSettings
 from halfwise.core.plan import Plan
 from halfwise.core.timing import TimingTable
-from tests.contract.adapter import SHAPES, Array, Batch, Guard, Outcome, Weights
 
 __all__ = ["KerasAdapter"]
-
-FRAMEWORK = "keras"
 
 
 class KerasTraining:
@@ -87,7 +86,7 @@ class KerasTraining:
 class KerasAdapter:
     """See `Adapter`."""
 
-    framework = FRAMEWORK
+    framework: Literal["torch", "keras"] = "keras"
 
     def training(
         self,
@@ -107,7 +106,7 @@ class KerasAdapter:
     def plan(
         self, default: str, layers: Mapping[str, str] | None = None, scale: LossScaleSettings | None = None
     ) -> Plan:
-        return Plan.manual(layers, default=default, framework=FRAMEWORK, loss_scale=scale)
+        return Plan.manual(layers, default=default, framework=self.framework, loss_scale=scale)
 
 
 def network() -> keras.Sequential:

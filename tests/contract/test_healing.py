@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-
-from halfwise.core.loss_scale import LossScaleSettings
-from halfwise.core.plan import Plan
 from tests.contract.adapter import Adapter, Facts, facts
 from tests.contract.cases import BACKWARD, CHAIN, FORWARD, Case
 from tests.contract.test_loss_scale import same
 
-RATE = 1e-9  # the planted weights stay what they are
+from halfwise.core.loss_scale import LossScaleSettings
+from halfwise.core.plan import Plan
+
+RATE = 1e-12  # the planted weights stay what they are
 
 
 def healed(module: str, direction: str) -> Facts:

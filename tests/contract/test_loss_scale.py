@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from halfwise.core.loss_scale import LossScaleSettings
 from tests.contract.adapter import Adapter, Outcome, Training, Weights
 from tests.contract.cases import GOOD, ORDINARY, OVERFLOW
+
+from halfwise.core.loss_scale import LossScaleSettings
 
 FLAGS = (1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
 

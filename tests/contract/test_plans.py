@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.contract.adapter import SHAPES, Adapter, Batch, Weights
+from tests.contract.cases import FORWARD, GOOD, ORDINARY, WIDE
+from tests.contract.test_healing import RATE, computes
 
 from halfwise.core.loss_scale import LossScaleSettings
 from halfwise.core.plan import Plan
 from halfwise.core.timing import TimingTable
 from halfwise.errors import PlanError, PolicyError
-from tests.contract.adapter import SHAPES, Adapter, Batch, Weights
-from tests.contract.cases import FORWARD, GOOD, ORDINARY, WIDE
-from tests.contract.test_healing import RATE, computes
 
 EVIDENCE = 3  # steps that "auto" trains in float32
 

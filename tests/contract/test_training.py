@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from tests.contract.adapter import Adapter, Batch, Weights
 from tests.contract.cases import GOOD, ORDINARY
 

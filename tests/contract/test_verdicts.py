@@ -7,11 +7,11 @@ from typing import cast
 
 import numpy as np
 import pytest
-
-from halfwise.errors import TrainingStopped
 from tests.contract.adapter import Adapter, Batch, Facts, Guard, Weights, facts
 from tests.contract.cases import GOOD, HOPELESS, INFINITE_TARGET, NAN_INPUT, ORDINARY
 from tests.contract.test_loss_scale import same
+
+from halfwise.errors import TrainingStopped
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32")
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
+from tests.contract.adapter import SHAPES, Batch, Guard, Outcome, Weights
 from torch import nn
 
 import halfwise.torch as hw
 from halfwise.core.diagnosis import Incident
-from tests.contract.adapter import SHAPES, Batch, Guard, Outcome, Weights
 
 __all__ = ["TorchAdapter"]
-
-FRAMEWORK = "torch"
 
 
 class TorchTraining:
@@ -88,7 +87,7 @@ class TorchTraining:
 class TorchAdapter:
     """See `Adapter`."""
 
-    framework = FRAMEWORK
+    framework: Literal["torch", "keras"] = "torch"
 
     def training(
         self,
@@ -108,7 +107,7 @@ class TorchAdapter:
     def plan(
         self, default: str, layers: Mapping[str, str] | None = None, scale: hw.LossScaleSettings | None = None
     ) -> hw.Plan:
-        return hw.Plan.manual(layers, default=default, framework=FRAMEWORK, loss_scale=scale)
+        return hw.Plan.manual(layers, default=default, framework=self.framework, loss_scale=scale)
 
 
 def network() -> nn.Sequential:

@@ -49,3 +49,9 @@ def test_every_layer_has_float32_and_formats_exist() -> None:
 def test_other_shapes_are_refused(seconds: object) -> None:
     with pytest.raises(UsageError, match="does not map layers to times"):
         TimingTable(seconds)  # type: ignore[arg-type]
+
+
+def test_layers_that_the_model_does_not_have_are_named() -> None:
+    TABLE.check_paths(["", "a", "b", "c"], "Net")
+    with pytest.raises(UsageError, match="the timing table names layers that 'Net' does not have: 'b'$"):
+        TABLE.check_paths(["", "a"], "Net")

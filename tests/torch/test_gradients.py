@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfwise.torch.gradients import LARGEST_NORM, Gradients
+from halfwise.core.guard import LARGEST_NORM
+from halfwise.torch.gradients import Gradients
 
 
 def parameters_with(*grads: Tensor | None) -> list[nn.Parameter]:

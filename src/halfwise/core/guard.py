@@ -15,11 +15,14 @@ from typing import Literal
 
 from halfwise.core.diagnosis import Diagnosis
 
-__all__ = ["PATIENCE", "Action", "Conclusion", "GuardState", "Observation", "conclude", "observe"]
+__all__ = ["LARGEST_NORM", "PATIENCE", "Action", "Conclusion", "GuardState", "Observation", "conclude", "observe"]
 
 PATIENCE = 4
 """Skips in a row (once the loss scale has settled) before the culprit is looked for; unhealed failures in a row before
 the end."""
+
+LARGEST_NORM = 3.4028234663852886e38**0.5
+"""A gradient norm above this has no finite square in float32 (about 1.8e19): it would freeze Adam for good."""
 
 Action = Literal["apply", "skip", "localise"]
 Conclusion = Literal["demote", "skip", "stop"]
@@ -33,7 +36,8 @@ class Observation:
 
     Attributes:
         loss_finite: the loss is finite.
-        gradients_sound: the sum over all gradients of (g / scale)^2 is finite in float32.
+        gradients_sound: the sum over all gradients of (g / scale)^2 is finite in float32: their norm is no NaN and at
+            most `LARGEST_NORM`.
         scaled: the loss was scaled (something computes in float16), so that lowering the scale may help.
         at_floor: the loss scale stands at its floor.
     """

@@ -49,6 +49,18 @@ class TimingTable:
                         f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number"
                     )
 
+    def check_paths(self, paths: Iterable[str], model: str) -> None:
+        """Checks the table against the module paths that a model has.
+
+        Raises:
+            UsageError: it names layers that do not exist.
+        """
+        known = set(paths)
+        unknown = [path for path in self.seconds if path not in known]
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:5]))
+            raise UsageError(f"the timing table names layers that {model!r} does not have: {shown}")
+
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats besides float32 for which any layer has a time, sorted."""

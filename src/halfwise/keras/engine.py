@@ -26,7 +26,7 @@ from halfwise.keras.apply import AppliedPlan, applied_plan, forget_compiled_code
 from halfwise.keras.evidence import Evidence, set_by_hand
 from halfwise.keras.execution import Execution
 from halfwise.keras.guarded_step import VITALS, Vitals, read_vitals
-from halfwise.keras.heads import half_heads
+from halfwise.keras.heads import half_heads, half_heads_text
 from halfwise.keras.localise import localise
 from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.names import children, named_layers, whole
@@ -330,12 +330,7 @@ class Engine:
     def _tell_half_heads(self) -> None:
         if self.plan is None or not (heads := half_heads(self.model, applied_plan(self.model) or self.plan)):
             return
-        names = ", ".join(map(repr, heads))
-        self.log(
-            f"the head {names} computes its probabilities in half precision: they round to 0 for badly misclassified "
-            'samples, whose gradient is then 0. Build it with dtype="float32", or without activation and with '
-            "from_logits=True in the loss."
-        )
+        self.log(half_heads_text(heads))
 
 
 class _Tree:

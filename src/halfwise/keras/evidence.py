@@ -20,12 +20,12 @@ from halfwise.keras.execution import LoopExecution
 from halfwise.keras.guarded_step import VITALS, Step, read_vitals
 from halfwise.keras.heads import HEAD_REASON, heads
 from halfwise.keras.loss_scale import LossScaleOptimizer
-from halfwise.keras.measure import LayerTimer, half_formats
+from halfwise.keras.measure import LayerTimer
 from halfwise.keras.names import routes
 from halfwise.keras.optimizer import UNSCALED
 from halfwise.keras.probe import _attribute as attribute
 from halfwise.keras.probe import _put_back as put_back
-from halfwise.keras.probe import probe, tapped_layers
+from halfwise.keras.probe import tapped_layers
 from halfwise.keras.profile import Recorder
 
 __all__ = ["Evidence", "Trial", "set_by_hand"]
@@ -57,7 +57,7 @@ class Evidence:
         self._supplied = timing
         self._by_hand = dict(by_hand or {})
         self._recorder = Recorder(model)
-        self._timer = LayerTimer(model, half_formats())
+        self._timer = LayerTimer(model)
         self._losses: list[float] = []
         self._loss = float("nan")
 
@@ -78,9 +78,7 @@ class Evidence:
 
     def observe(self, batch: Any, state: Any = None) -> None:
         """Looks at a batch before it is trained on: one step under observation, which changes nothing."""
-        probed = probe(self._model, batch, self._recorder, step=self._step, state=state)
-        self._recorder.record_parameters(probed)
-        self._loss = probed.loss
+        self._loss = self._recorder.record(batch, step=self._step, state=state).loss
         if self._supplied is None and len(self._losses) == EVIDENCE_STEPS - 1:
             self._timer.measure(batch, step=self._step, state=state)
 

@@ -15,7 +15,7 @@ from halfwise.core.plan import Plan, Reason
 from halfwise.keras.apply import computes
 from halfwise.keras.names import named_layers, routes, whole
 
-__all__ = ["HEAD_REASON", "half_heads", "heads"]
+__all__ = ["HEAD_REASON", "half_heads", "half_heads_text", "heads"]
 
 HEAD_REASON: tuple[Reason, str] = (
     "hazard",
@@ -51,6 +51,17 @@ def half_heads(model: keras.Model, plan: Plan) -> tuple[str, ...]:
     """Paths of the heads that compute in half precision under the plan."""
     formats = computes(model, plan)
     return tuple(path for path in heads(model) if formats.get(path, "float32") != "float32")
+
+
+def half_heads_text(paths: tuple[str, ...]) -> str:
+    """What to tell about heads in half precision."""
+    one = len(paths) == 1
+    names = ", ".join(map(repr, paths))
+    return (
+        f"the head{'' if one else 's'} {names} compute{'s' if one else ''} probabilities in half precision: they round "
+        "to 0 for badly misclassified samples, whose gradient is then 0. Build it with "
+        'dtype="float32", or without activation and with from_logits=True in the loss.'
+    )
 
 
 def _last(model: keras.Model) -> set[int] | None:

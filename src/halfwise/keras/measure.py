@@ -160,5 +160,7 @@ def _kind(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
         config = {name: value for name, value in layer.get_config().items() if name != "name"}
     except Exception:  # a layer of the user's that cannot describe itself is like no other
         return path
-    shapes = [(getattr(leaf, "shape", leaf), str(getattr(leaf, "dtype", ""))) for leaf in keras.tree.flatten((args, kwargs))]
+    shapes = [
+        (getattr(leaf, "shape", leaf), str(getattr(leaf, "dtype", ""))) for leaf in keras.tree.flatten((args, kwargs))
+    ]
     return type(layer), repr(config), repr(shapes), repr([variable.shape for variable in layer.weights])

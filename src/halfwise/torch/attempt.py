@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from halfwise.core.diagnosis import Diagnosis
-from halfwise.torch.gradients import LARGEST_NORM, Gradients
+from halfwise.core.guard import LARGEST_NORM
+from halfwise.torch.gradients import Gradients
 from halfwise.torch.snapshot import RandomState
 
 __all__ = ["Attempt", "Begun"]

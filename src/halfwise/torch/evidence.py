@@ -13,7 +13,6 @@ from halfwise.core.plan import Plan
 from halfwise.core.planner import EVIDENCE_STEPS, plan_from
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
-from halfwise.errors import UsageError
 from halfwise.torch.apply import AppliedPlan
 from halfwise.torch.closure import Closure, split_loss
 from halfwise.torch.measure import LayerTimer, half_formats, now
@@ -36,7 +35,7 @@ class Evidence:
 
     def __init__(self, model: nn.Module, *, tolerance: float, timing: TimingTable | None) -> None:
         if timing is not None:
-            _check_timing(timing, model)
+            timing.check_paths((path for path, _ in named_layers(model)), type(unwrap(model)).__name__)
         self._model = model
         self._observing = False
         self._tolerance = tolerance
@@ -97,14 +96,6 @@ class Evidence:
         if plan.default.compute == "float32" or trial is None or self._supplied is not None:
             return plan
         return confirmed(plan, trial, profile=profile, timing=timing, losses=self._losses, tolerance=self._tolerance)
-
-
-def _check_timing(timing: TimingTable, model: nn.Module) -> None:
-    known = {path for path, _ in named_layers(model)}
-    unknown = [path for path in timing.seconds if path not in known]
-    if unknown:
-        shown = ", ".join(map(repr, unknown[:5]))
-        raise UsageError(f"the timing table names layers that {type(unwrap(model)).__name__!r} does not have: {shown}")
 
 
 class WholeStep:

@@ -11,10 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST_NORM", "Gradients"]
-
-LARGEST_NORM: float = float(torch.finfo(torch.float32).max) ** 0.5
-"""A norm above this has no finite square in float32 (about 1.8e19)."""
+__all__ = ["Gradients"]
 
 
 class Gradients:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfwise.core.diagnosis import Incident
+from halfwise.core.options import as_policy, check_options, plan_of_policy
 from halfwise.core.plan import Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
@@ -26,7 +27,7 @@ from halfwise.torch.closure_optimizers import step_inside_optimizer
 from halfwise.torch.engine import Engine
 from halfwise.torch.names import unwrap
 from halfwise.torch.result import StepResult
-from halfwise.torch.validate import as_optimizers, as_policy, check_max_norm, check_model, check_options
+from halfwise.torch.validate import as_optimizers, check_max_norm, check_model
 
 __all__ = ["MixedPrecision"]
 
@@ -88,7 +89,7 @@ class MixedPrecision:
         check_options(guard=guard, tolerance=tolerance, objective=objective, timing=timing, log=log)
         optimizers = as_optimizers(optimizer)
         check_model(model, optimizers)
-        name, plan = as_policy(policy, model)
+        name, plan = _name_and_plan(policy, model)
         if disabled():
             name, plan, guard = "float32", Plan.manual(), False
         self._policy = name
@@ -331,6 +332,16 @@ class MixedPrecision:
         self._check_open()
         if self._engine.begun is None or not self._engine.begun.losses:
             raise UsageError(f"{call}() without gradients; call mp.backward(loss) before it in each step")
+
+
+def _name_and_plan(policy: str | Plan | PathLike[str], model: nn.Module) -> tuple[str, Plan | None]:
+    """The policy's name, and its plan: None for `"auto"`, which makes one later."""
+    wanted = as_policy(policy)
+    if isinstance(wanted, Plan):
+        return "plan", wanted
+    if wanted == "auto":
+        return wanted, None
+    return wanted, plan_of_policy(wanted, framework="torch", model=type(unwrap(model)).__name__)
 
 
 def _take_over(model: nn.Module, wrapping: MixedPrecision) -> None:

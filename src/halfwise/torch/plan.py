@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from halfwise.core.options import check_options
 from halfwise.core.plan import Plan
 from halfwise.core.planner import EVIDENCE_STEPS
 from halfwise.core.timing import TimingTable
@@ -13,7 +14,7 @@ from halfwise.torch.closure import Closure, as_closures, split_loss
 from halfwise.torch.evidence import Evidence, WholeStep
 from halfwise.torch.region import device_type_of, region
 from halfwise.torch.snapshot import rehearsal
-from halfwise.torch.validate import check_module, check_options
+from halfwise.torch.validate import check_module
 
 __all__ = ["plan"]
 

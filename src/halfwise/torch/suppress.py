@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfwise.torch.gradients import LARGEST_NORM
+from halfwise.core.guard import LARGEST_NORM
 
 __all__ = ["can_suppress", "step_unless_unsound"]
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike, fspath
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfwise.core.plan import Default, Plan
-from halfwise.core.policy import POLICIES, compute_format, parse_policy
-from halfwise.core.timing import TimingTable
-from halfwise.errors import PolicyError, UsageError
-from halfwise.torch.names import unwrap
+from halfwise.errors import UsageError
 
-__all__ = ["as_optimizers", "as_policy", "check_max_norm", "check_model", "check_module", "check_options"]
+__all__ = ["as_optimizers", "check_max_norm", "check_model", "check_module"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -27,28 +21,6 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer
     if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
         raise UsageError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer, or a non-empty list of them")
     return optimizers
-
-
-def as_policy(policy: str | Plan | PathLike[str], model: nn.Module) -> tuple[str, Plan | None]:
-    """`(name of the policy, plan)`; the plan is None for `"auto"`, which makes one later."""
-    if isinstance(policy, Plan):
-        return "plan", policy
-    if isinstance(policy, PathLike) or (isinstance(policy, str) and _is_plan_file(policy)):
-        return "plan", Plan.load(fspath(policy))
-    if not isinstance(policy, str):
-        raise PolicyError(f"policy is {policy!r}; give a policy's name, a Plan, or the path of a plan file (plan.toml)")
-    name = parse_policy(policy)
-    if name == "auto":
-        return name, None
-    compute = compute_format(name)
-    plan = Plan.manual(default=compute)
-    default = Default(compute=compute, reason="policy", detail=f"policy {name!r}")
-    return name, Plan(model=type(unwrap(model)).__name__, default=default, loss_scale=plan.loss_scale)
-
-
-def _is_plan_file(policy: str) -> bool:
-    """A known policy's name is never a file, whatever lies in the working directory."""
-    return policy not in POLICIES and (policy.endswith(".toml") or Path(policy).is_file())
 
 
 def check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -97,22 +69,6 @@ def check_max_norm(max_norm: float | None) -> None:
         return
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0.0:
         raise UsageError(f"the norm to clip to is {max_norm!r}; give a positive number, or None")
-
-
-def check_options(
-    *, guard: object, tolerance: float, objective: str, timing: object = None, log: object = None
-) -> None:
-    """Checks the keyword arguments of `MixedPrecision`."""
-    if guard is not True and guard is not False and guard != "report":
-        raise UsageError(f'guard is {guard!r}; allowed: True, "report", False')
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0.0 < tolerance < float("inf"):
-        raise UsageError(f"tolerance is {tolerance!r}; give a positive number, such as 0.1")
-    if objective != "time":
-        raise PolicyError(f"objective is {objective!r}; allowed: 'time'")
-    if timing is not None and not isinstance(timing, TimingTable):
-        raise UsageError(f"timing is {type(timing).__name__}; give a TimingTable, or None to measure")
-    if log is not None and not callable(log):
-        raise UsageError(f"log is {log!r}; give a function that takes a text, such as print, or None")
 
 
 def _some(names: list[str]) -> str:

@@ -104,7 +104,7 @@ def test_batches_cover_the_data_once_and_go_on_anywhere() -> None:
     assert [len(labels) for _, labels in whole] == [32, 32, 32, 4]
     assert training.steps_per_epoch == 4
     seen = sorted(image.numpy().tobytes() for images, _ in whole for image in images)
-    assert seen == sorted(image.tobytes() for image in training.data.train_images)
+    assert seen == sorted(image.tobytes() for image in training.data.train[0])
     rest = list(training.batches(0, start=2))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[2:], rest, strict=True))
     assert not torch.equal(whole[0][0], next(training.batches(1))[0])
@@ -116,8 +116,8 @@ def test_evaluation_counts_every_test_image_and_leaves_no_trace() -> None:
     before = torch.get_rng_state()
     found = training.evaluate()
     with torch.no_grad():
-        logits = training.model(torch.from_numpy(training.data.test_images))
-        labels = torch.from_numpy(training.data.test_labels)
+        logits = training.model(torch.from_numpy(training.data.test[0]))
+        labels = torch.from_numpy(training.data.test[1])
         assert found["test_accuracy"] == float((logits.argmax(1) == labels).double().mean())
         assert found["test_loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-6)
     assert training.model.training

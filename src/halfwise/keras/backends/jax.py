@@ -147,6 +147,11 @@ def _is_floating(leaf: Any) -> bool:
 
 def _state_of(model: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """The state as a training step takes it, from the model's variables."""
-    groups: tuple[list[Any], ...] = (model.trainable_variables, model.non_trainable_variables, [], model.metrics_variables)
+    groups: tuple[list[Any], ...] = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        [],
+        model.metrics_variables,
+    )
     trainable, non_trainable, optimizer, metrics = ([variable.value for variable in group] for group in groups)
     return trainable, non_trainable, optimizer, metrics

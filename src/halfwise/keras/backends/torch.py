@@ -1,4 +1,4 @@
-"""What the Keras adapter does in torch's own terms. Every function here has its twin in `jax.py` and `tensorflow.py`."""
+"""The Keras adapter in torch's own terms. Every function here has its twin in `jax.py` and `tensorflow.py`."""
 
 from __future__ import annotations
 

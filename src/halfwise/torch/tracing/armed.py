@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfwise.core.diagnosis import Diagnosis
-from halfwise.torch.gradients import LARGEST_NORM
+from halfwise.core.guard import LARGEST_NORM
 from halfwise.torch.localise import precision_verdict, range_of
 from halfwise.torch.nested import floating_tensors
 from halfwise.torch.tracing import fixes

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfwise.core.guard import LARGEST_NORM
 from halfwise.torch.closure import Closure, Region, split_loss
-from halfwise.torch.gradients import LARGEST_NORM, Gradients
+from halfwise.torch.gradients import Gradients
 from halfwise.torch.names import unwrap
 from halfwise.torch.region import device_type_of
 from halfwise.torch.region import region as region_of

@@ -1,0 +1,179 @@
+"""From a bad value back to the operations that made it.
+
+Not the first bad operation in time: code may compute log(0) and never use it, and masks hold -inf on purpose. So the
+walk starts at the loss and follows only inputs that are bad themselves. Where none is, the operation made the trouble.
+Where an input's producer was not seen, every bad operation before may be it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+
+from halfwise.core.diagnosis import Direction, Suspect
+from halfwise.keras.tracing.extents import Extent
+from halfwise.keras.tracing.records import UNKNOWN, Record, passes_as_mask
+
+__all__ = ["Origin", "backward_origins", "forward_origins", "largest_scale", "origins_of", "reads_from_outside"]
+
+_HALF = ("float16", "bfloat16")
+
+
+class Origin(NamedTuple):
+    """An operation whose inputs were sound and whose output, or the gradient that it sent back, was not."""
+
+    record: Record
+    direction: Direction
+    records: Sequence[Record]
+
+    @property
+    def result(self) -> Extent:
+        """What came out: the output, or the worst of the gradients."""
+        if self.direction == "forward" and self.record.output is not None:
+            return self.record.output
+        sent = [given.gradient for given in self.record.inputs if given.gradient is not None]
+        arrived = self.record.arrived
+        bad = [gradient for gradient in sent if gradient.beyond()] or sorted(sent, key=lambda g: -g.largest)
+        return bad[0] if bad else arrived if arrived is not None else Extent(math.nan, math.nan, "")
+
+    @property
+    def largest_input(self) -> float:
+        """The largest finite magnitude among what the operation worked on."""
+        extents = [given.extent for given in self.record.inputs]
+        if self.direction == "backward" and self.record.arrived is not None:
+            extents.append(self.record.arrived)
+        return max((extent.largest_finite for extent in extents), default=0.0)
+
+    @property
+    def suspect(self) -> Suspect:
+        """The origin as a suspect."""
+        place, record = self.record.place, self.record
+        widens = record.operation == "cast" and record.output is not None and record.output.dtype not in _HALF
+        if self.direction == "backward" and widens and record.inputs and record.inputs[0].producer != UNKNOWN:
+            place = self.records[record.inputs[0].producer].place  # its format is too small for the gradient
+        return Suspect(
+            module=place.module,
+            operation=record.operation,
+            direction=self.direction,
+            source=place.source or record.place.source,
+            dtype=self.result.dtype,
+            found=self.result.found,
+            largest_input=self.largest_input,
+            module_class=place.module_class,
+        )
+
+
+def origins_of(records: Sequence[Record], *, loss_finite: bool, limit: float = math.inf) -> list[Origin]:
+    """Where the bad loss, or else the bad gradients, come from; the first in the order of the step first.
+
+    Args:
+        records: of a settled trace.
+        loss_finite: the loss was finite, so the trouble is in the gradients.
+        limit: with a finite value, gradients above it are bad too.
+    """
+    if not loss_finite:
+        return forward_origins(records, _ends(records))
+    found: list[Origin] = []
+    for origin in backward_origins(records, limit):
+        behind = [origin.record.index] if origin.record.bad else _bad_inputs(records, origin.record)
+        forward = forward_origins(records, behind) if behind else []  # an infinity that only the gradient trips over
+        found += forward or [origin]
+    return _unique(found)
+
+
+def forward_origins(records: Sequence[Record], starts: Sequence[int]) -> list[Origin]:
+    """Follows bad values from the records `starts` back to the operations that made them."""
+    pending, seen = list(starts), set(starts)
+    made: set[int] = set()
+    while pending:
+        record = records[pending.pop()]
+        hidden = [r.index for r in records if r.bad and record.index in r.inside] if record.layer else []
+        sources = hidden or _bad_inputs(records, record)
+        if not sources:
+            made.add(record.index)
+        for index in sources:
+            if index not in seen:
+                seen.add(index)
+                pending.append(index)
+    return [Origin(records[index], "forward", records) for index in sorted(made)]
+
+
+def backward_origins(records: Sequence[Record], limit: float = math.inf) -> list[Origin]:
+    """The records that got sound gradients and sent back bad ones, in the order in which gradients came to them.
+
+    A sum of sound gradients may be bad too, where a tensor was used several times: then its producer is named, whose
+    format is too small for the sum.
+    """
+    ordered = sorted((r for r in records if r.turn and r.arrived is not None), key=lambda r: r.turn)
+    made = [
+        record
+        for record in ordered
+        if record.arrived is not None
+        and not record.arrived.beyond(limit)
+        and any(given.gradient is not None and given.gradient.beyond(limit) for given in record.inputs)
+    ]
+    inner = [record for record in made if not any(record.index in other.inside for other in made)]
+    if not inner:
+        summed = [r for r in ordered if r.arrived is not None and r.arrived.beyond(limit) and not r.layer]
+        inner = [r for r in summed if not any(g.beyond(limit) for g in _sent_to(records, r))][:1]
+    return [Origin(record, "backward", records) for record in inner]
+
+
+def reads_from_outside(origin: Origin) -> bool:
+    """Whether the operation itself reads something infinite that nobody saw being made."""
+    return any(given.producer == UNKNOWN and not given.extent.finite for given in origin.record.inputs)
+
+
+def largest_scale(records: Sequence[Record]) -> float:
+    """The largest power of two, 2^24 at most, at which no gradient in half precision overflows; from a sound trace at
+    loss scale 1: backward is linear in the gradient that it starts from.
+    """
+    largest = 2.0**24
+    for record in records:
+        for gradient in (record.arrived, *(given.gradient for given in record.inputs)):
+            if gradient is not None and gradient.dtype in _HALF and 0.0 < gradient.largest < math.inf:
+                room = float(ml_dtypes.finfo(gradient.dtype).max) / gradient.largest
+                largest = min(largest, 2.0 ** math.floor(math.log2(room)))
+    return largest
+
+
+def _ends(records: Sequence[Record]) -> list[int]:
+    """The bad record that is next to the loss: backward began there."""
+    bad = [record for record in records if record.bad and not record.layer]
+    reached = [record for record in bad if record.turn]
+    if reached:
+        return [min(reached, key=lambda r: r.turn).index]
+    return [record.index for record in bad[-1:]]
+
+
+def _bad_inputs(records: Sequence[Record], record: Record) -> list[int]:
+    """Producers of the record's bad inputs."""
+    found: list[int] = []
+    for given in record.inputs:
+        if given.extent.finite or passes_as_mask(given, records):
+            continue
+        if given.producer != UNKNOWN:
+            found.append(given.producer)
+        else:
+            found += [earlier.index for earlier in records[: record.index] if earlier.bad]
+    return found
+
+
+def _sent_to(records: Sequence[Record], record: Record) -> list[Extent]:
+    """The gradients that the users of the record's output sent back."""
+    return [
+        given.gradient
+        for user in records
+        for given in user.inputs
+        if given.producer == record.index and given.gradient is not None
+    ]
+
+
+def _unique(found: Sequence[Origin]) -> list[Origin]:
+    kept: dict[tuple[int, str], Origin] = {}
+    for origin in found:
+        kept.setdefault((origin.record.index, origin.direction), origin)
+    return list(kept.values())
