@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Keras fixes its backend when it is imported, so its tests run in a process for each backend: see the Makefile.
+collect_ignore = [] if "KERAS_BACKEND" in os.environ else ["keras"]
 
 
 @pytest.fixture(autouse=True)

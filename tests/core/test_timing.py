@@ -53,5 +53,5 @@ def test_other_shapes_are_refused(seconds: object) -> None:
 
 def test_layers_that_the_model_does_not_have_are_named() -> None:
     TABLE.check_paths(["", "a", "b", "c"], "Net")
-    with pytest.raises(UsageError, match="the timing table names layers that 'Net' does not have: 'b'$"):
+    with pytest.raises(UsageError, match=r"the timing table names layers that 'Net' does not have: 'b'$"):
         TABLE.check_paths(["", "a"], "Net")

@@ -186,21 +186,47 @@ class Engine:
         for variable, value in zip(variables, (scale.scale, scale.growth_tracker, scale.hysteresis_left), strict=True):
             self._put(variable, value)
 
-    def _put(self, variable: keras.Variable, value: float) -> None:
+    def _put(self, variable: keras.Variable, value: Any) -> None:
         if self.state is None:
             variable.assign(value)
             return
-        weights, kept, slots, metrics = self.state
-        index = [id(v) for v in self.optimizer.variables].index(id(variable))
-        slots = [*slots[:index], keras.ops.cast(value, variable.dtype), *slots[index + 1 :]]
-        self.state = (weights, kept, slots, metrics)
+        groups = [list(group) for group in self.state]
+        group, index = self._place(variable)
+        groups[group][index] = keras.ops.cast(value, variable.dtype)
+        self.state = tuple(groups)
+
+    def _get(self, variable: keras.Variable) -> Any:
+        if self.state is None:
+            return keras.ops.convert_to_numpy(variable)
+        group, index = self._place(variable)
+        return keras.ops.convert_to_numpy(self.state[group][index])
+
+    def _place(self, variable: keras.Variable) -> tuple[int, int]:
+        """Where the state that `fit` passes along on JAX has a variable."""
+        for group, variables in ((1, self.model.non_trainable_variables), (2, self.optimizer.variables)):
+            for index, candidate in enumerate(variables):
+                if candidate is variable:
+                    return group, index
+        raise KeyError(variable.path)
+
+    def seeds(self) -> dict[str, list[list[int]]]:
+        """`path -> states` of the layers' random seeds, which Keras does not save."""
+        return {path: [self._get(g.state).tolist() for g in found] for path, found in self._generators().items()}
+
+    def put_seeds(self, seeds: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """The inverse of `seeds`."""
+        for path, found in self._generators().items():
+            for generator, value in zip(found, seeds.get(path, ()), strict=False):
+                self._put(generator.state, value)
+
+    def _generators(self) -> dict[str, list[Any]]:
+        layers = named_layers(self.model)
+        return {path: layer._seed_generators for path, layer in layers.items() if layer._seed_generators}
 
     def _scale_on_device(self) -> LossScaleState:
-        if self.state is not None:
-            return self.scale
         optimizer = self.optimizer
         values = (optimizer.dynamic_scale, optimizer.step_counter, optimizer.hysteresis_left)
-        scale, tracker, hysteresis = (float(keras.ops.convert_to_numpy(value)) for value in values)
+        scale, tracker, hysteresis = (float(self._get(value)) for value in values)
         return LossScaleState(scale=scale, growth_tracker=int(tracker), hysteresis_left=int(hysteresis))
 
     # One step

@@ -180,10 +180,11 @@ def _optimizer_of(holder: Any, optimizer: keras.optimizers.Optimizer) -> Iterato
 
 def set_by_hand(model: keras.Model, undecided: Mapping[str, Any]) -> dict[str, str]:
     """`path -> format` of the layers to which the user gave a precision, in a model that is else undecided."""
-    if not undecided:
-        return {}
+    layers = tapped_layers(model)
+    if not any(path in undecided for path, layer in layers.items() if not routes(layer)):
+        return {}  # a model that was cloned or read from a file: only what holds its layers is new
     return {
         path: layer.compute_dtype
-        for path, layer in tapped_layers(model).items()
+        for path, layer in layers.items()
         if path not in undecided and not routes(layer) and keras.backend.is_float_dtype(layer.compute_dtype)
     }

@@ -85,6 +85,7 @@ def _stateful(step: Step, model: keras.Model, optimizer: LossScaleOptimizer) -> 
     branch = keras.backend.backend() == "torch"  # runs eagerly: a skipped step is the only one that pays
 
     def guarded_step(data: Any) -> dict[str, Any]:
+        rewind = _generators_kept() if branch else None
         before = [(variable, ops.copy(variable.value)) for variable in kept_variables(model)]
         scale = [ops.copy(ops.cast(variable.value, "float32")) for variable in _scale_variables(optimizer)]
         sums = [ops.copy(variable.value) for variable in _sums(tracker)]
@@ -99,6 +100,8 @@ def _stateful(step: Step, model: keras.Model, optimizer: LossScaleOptimizer) -> 
         elif not sound:
             for variable, value in before:
                 variable.assign(value)
+            if rewind is not None:
+                rewind()
         return {**logs, VITALS: vitals}
 
     return guarded_step
@@ -121,6 +124,21 @@ def _stateless(step: Step, model: keras.Model, optimizer: LossScaleOptimizer) ->
         return {**logs, VITALS: vitals}, (weights, new_kept, new_slots, new_metrics)
 
     return guarded_step
+
+
+def _generators_kept() -> Callable[[], None]:
+    """Notes where torch's generators stand, which dropout draws from there; what comes back puts them back."""
+    import torch
+
+    host = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def rewind() -> None:
+        torch.set_rng_state(host)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+    return rewind
 
 
 def _chosen(sound: Any, new: list[Any], old: list[Any]) -> list[Any]:

@@ -63,7 +63,8 @@ class LayerTimer(Observer):
         values = {id(variable): value for variable, value in probed.weights}
         alike: dict[Any, str] = {}
         for path, (args, kwargs) in self._calls.items():
-            twin = alike.setdefault(_kind(layers[path], args, kwargs, path), path)
+            kind = _kind(layers[path], args, kwargs, path)
+            twin = alike.setdefault((kind, path in self._input_gradients), path)
             if twin == path:
                 self._time(path, layers[path], args, kwargs, values)
             elif twin in self._seconds:

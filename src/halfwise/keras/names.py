@@ -9,6 +9,8 @@ second `dense_1`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import chain, count
 
 import keras
 from keras import Layer
@@ -17,6 +19,7 @@ __all__ = ["children", "named_layers", "own_code", "own_names", "routes", "whole
 
 _WHOLE = (
     keras.layers.RNN,
+    keras.layers.Bidirectional,
     keras.layers.Wrapper,
     keras.layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention,
@@ -94,18 +97,18 @@ def own_code(layer: Layer) -> bool:
 
 def _names(siblings: list[Layer]) -> list[str]:
     """The siblings' names, numbered anew where Keras made them up."""
-    taken = {layer.name for layer in siblings if _made_up(layer) is None}
-    counts: dict[str, int] = {}
-    return [_free(_made_up(layer) or layer.name, taken, counts, _made_up(layer) is None) for layer in siblings]
+    names: dict[int, str] = {}
+    for given in (True, False):  # given names are kept, so they come first
+        for position, layer in enumerate(siblings):
+            base = _made_up(layer)
+            if (base is None) == given:
+                names[position] = _free(base or layer.name, names.values())
+    return [names[position] for position in range(len(siblings))]
 
 
-def _free(name: str, taken: set[str], counts: dict[str, int], given: bool) -> str:
-    while True:
-        number = counts.get(name, 0)
-        counts[name] = number + 1
-        candidate = name if number == 0 else f"{name}_{number}"
-        if (given and number == 0) or candidate not in taken:
-            return candidate
+def _free(name: str, taken: Iterable[str]) -> str:
+    numbered = (f"{name}_{number}" for number in count(1))
+    return next(candidate for candidate in chain([name], numbered) if candidate not in set(taken))
 
 
 def _made_up(layer: Layer) -> str | None:

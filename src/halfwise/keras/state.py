@@ -1,6 +1,7 @@
 """The state of a guarded training besides the model: plain values for a JSON file.
 
-Weights, optimizer and loss scale are in the `.keras` file, where Keras keeps the optimizer's variables.
+Weights, optimizer and loss scale are in the `.keras` file, where Keras keeps the optimizer's variables. The seeds of
+dropout are not, so they are here.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
+
+import keras
 
 from halfwise.core.diagnosis import Incident
 from halfwise.core.guard import GuardState
@@ -20,7 +23,7 @@ from halfwise.keras.engine import Engine
 __all__ = ["check", "load_state_dict", "state_dict"]
 
 _VERSION = 1
-_KEYS = ("plan", "guard", "incidents", "steps", "skipped_steps")
+_KEYS = ("plan", "guard", "incidents", "steps", "skipped_steps", "seeds", "generator")
 
 
 def state_dict(engine: Engine | None) -> dict[str, Any]:
@@ -38,6 +41,8 @@ def state_dict(engine: Engine | None) -> dict[str, Any]:
         "incidents": [incident.as_dict() for incident in engine.incidents],
         "steps": engine.steps,
         "skipped_steps": engine.skipped_steps,
+        "seeds": engine.seeds(),
+        "generator": _generator(),
     }
 
 
@@ -67,3 +72,22 @@ def load_state_dict(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.incidents = [Incident.from_dict(fields) for fields in saved["incidents"]]
     engine.steps = saved["steps"]
     engine.skipped_steps = saved["skipped_steps"]
+    engine.put_seeds(saved["seeds"])
+    _put_generator(saved["generator"])
+
+
+def _generator() -> str | None:
+    """torch's generator, which Keras' dropout draws from on that backend, in hexadecimal; None on the others."""
+    if keras.backend.backend() != "torch":
+        return None
+    import torch
+
+    return torch.get_rng_state().numpy().tobytes().hex()
+
+
+def _put_generator(saved: str | None) -> None:
+    if saved is None or keras.backend.backend() != "torch":
+        return
+    import torch
+
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))

@@ -237,8 +237,8 @@ class Watch:
         elif plan_of_policies(self._model).uses("float16"):
             self._say(
                 f"layers of {self._model.name!r} compute in float16 and the loss is not scaled, so that small "
-                "gradients become 0. Use optimizer = hw.LossScaleOptimizer(optimizer) and loss = optimizer.scale_loss(loss), or "
-                "hw.step(model, x, y)",
+                "gradients become 0. Use optimizer = hw.LossScaleOptimizer(optimizer) and "
+                "loss = optimizer.scale_loss(loss), or hw.step(model, x, y)",
                 "no loss scaling",
             )
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
+
+import numpy as np
+
+import halfwise
 
 __all__ = ["describe_environment", "environment_changes"]
 
 
-def describe_environment(packages: Iterable[str]) -> dict[str, Any]:
-    """The versions of Python, halfwise and `packages`, and the hardware."""
-    names = ("halfwise", *packages, "numpy")
+def describe_environment(*packages: ModuleType) -> dict[str, Any]:
+    """The versions of Python, halfwise, numpy and `packages`, and the hardware."""
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in names}},
+        "versions": {
+            "python": platform.python_version(),
+            **{package.__name__: str(package.__version__) for package in (halfwise, np, *packages)},
+        },
         "system": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
@@ -32,10 +38,3 @@ def _facts(environment: Mapping[str, Any]) -> dict[str, Any]:
     versions = environment.get("versions")
     facts = {name: environment.get(name) for name in ("device", "threads", "machine")}
     return {**facts, **(versions if isinstance(versions, Mapping) else {})}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"

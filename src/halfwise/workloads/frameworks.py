@@ -11,9 +11,8 @@ from dataclasses import replace
 from halfwise.core.plan import Plan
 from halfwise.errors import MissingDependencyError, UsageError
 from halfwise.workloads.datasets import Dataset
-from halfwise.workloads.session import View
 from halfwise.workloads.settings import Settings
-from halfwise.workloads.training import Training
+from halfwise.workloads.training import Training, View
 
 __all__ = ["BACKENDS", "FRAMEWORKS", "LOOPS", "choose_backend", "make_training"]
 

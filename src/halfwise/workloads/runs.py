@@ -16,9 +16,8 @@ from halfwise.workloads.compare import compare_with_float32
 from halfwise.workloads.datasets import Dataset, load_data
 from halfwise.workloads.environment import environment_changes
 from halfwise.workloads.frameworks import choose_backend, make_training
-from halfwise.workloads.session import View
 from halfwise.workloads.settings import Settings
-from halfwise.workloads.training import Training
+from halfwise.workloads.training import Training, View
 
 __all__ = ["finish", "new_run", "resumed_run"]
 

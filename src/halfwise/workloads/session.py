@@ -3,64 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from halfwise.core.diagnosis import Incident
 from halfwise.core.plan import Plan
 from halfwise.core.profile import Profile
 from halfwise.core.record import RunRecord
-from halfwise.core.timing import TimingTable
 from halfwise.workloads.progress import Progress
 
-__all__ = ["Checkpoints", "Precision", "Session", "View"]
+if TYPE_CHECKING:
+    from halfwise.workloads.training import Training
+
+__all__ = ["Session"]
 
 _SECONDS_BETWEEN_CHECKPOINTS = 60.0
-
-
-class View(Protocol):
-    """Who is told what happens while it happens."""
-
-    def start(self, *, epochs: int, steps_per_epoch: int, step: int) -> None:
-        """Training begins, or goes on, at `step`."""
-
-    def step(self, row: Mapping[str, Any], *, accuracy: float, skipped: int) -> None:
-        """A step is done. `row` is its line in `metrics.jsonl`, `accuracy` the epoch's so far, on training data."""
-
-    def measuring(self) -> None:
-        """Training is over, and the step time is measured."""
-
-    def message(self, text: str) -> None:
-        """The guard has something to say."""
-
-
-class Precision(Protocol):
-    """What halfwise knows of a training: a `MixedPrecision` of PyTorch or a `PrecisionGuard` of Keras."""
-
-    @property
-    def plan(self) -> Plan | None: ...
-    @property
-    def profile(self) -> Profile | None: ...
-    @property
-    def timing(self) -> TimingTable | None: ...
-    @property
-    def incidents(self) -> Sequence[Incident]: ...
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def skipped_steps(self) -> int: ...
-
-
-class Checkpoints(Protocol):
-    """How a framework keeps everything that the next step depends on, in a directory."""
-
-    def save_checkpoint(self, directory: Path, progress: Mapping[str, Any]) -> None:
-        """Replaces the checkpoint. A kill at any moment leaves the old one or the new one, complete."""
-
-    def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
-        """Puts everything back, and returns the `progress`; None where there is no checkpoint."""
 
 
 class Session:
@@ -71,27 +28,13 @@ class Session:
 
     Args:
         record: the run's record.
-        precision: knows plan, profile and incidents.
-        checkpoints: saves and loads.
-        view: is told what happens.
-        steps_per_epoch: batches in the training data.
-        checkpoint_every: steps between checkpoints within an epoch; None for one a minute, infinity for none.
+        training: what runs.
     """
 
-    def __init__(
-        self,
-        record: RunRecord,
-        *,
-        precision: Precision,
-        checkpoints: Checkpoints,
-        view: View,
-        steps_per_epoch: int,
-        checkpoint_every: float | None,
-    ) -> None:
+    def __init__(self, record: RunRecord, training: Training) -> None:
         self.record = record
         self.progress = Progress()
-        self._precision, self._checkpoints, self._view = precision, checkpoints, view
-        self._steps_per_epoch, self._checkpoint_every = steps_per_epoch, checkpoint_every
+        self._training = training
         self._last_of_epoch: tuple[dict[str, Any], float] | None = None
         self._incidents_written = 0
         self._plan_written: Plan | None = None
@@ -101,14 +44,14 @@ class Session:
 
     def begin(self) -> Progress:
         """Goes on from the record's checkpoint; starts at the first step where there is none yet."""
-        saved = self._checkpoints.load_checkpoint(self.record.checkpoint_path)
+        saved = self._training.load_checkpoint(self.record.checkpoint_path)
         if saved is not None:
             self.progress = Progress(**saved)
             self._saved_at_step = self.progress.step
             if self.record.profile_path.is_file():
                 self._earlier_profile = Profile.load(self.record.profile_path)
         self.record.truncate_after(self.progress.step - 1)
-        self._incidents_written = len(self._precision.incidents)
+        self._incidents_written = len(self.record.events())
         self._write_plan()
         if saved is None:
             self.checkpoint()
@@ -128,7 +71,7 @@ class Session:
         row = {"step": at.step, "epoch": at.epoch, "loss": loss, "loss_scale": loss_scale}
         row |= {"applied": applied, "seconds": round(seconds, 6)}
         at.step, at.position, at.seconds = at.step + 1, at.position + 1, at.seconds + seconds
-        if at.position == self._steps_per_epoch:
+        if at.position == self._training.steps_per_epoch:
             self._last_of_epoch = row, accuracy
         else:
             self._write_step(row, accuracy)
@@ -144,12 +87,12 @@ class Session:
             self._last_of_epoch = None
             self.progress.next_epoch()
             self._write_step({**row, **results}, accuracy)
-        if self._precision.plan is not None:
+        if self._training.precision.plan is not None:
             self.checkpoint()
 
     def note_incidents(self) -> None:
         """Records incidents that are not recorded yet."""
-        incidents = self._precision.incidents
+        incidents = self._training.precision.incidents
         for incident in incidents[self._incidents_written :]:
             self.record.append_event(incident)
         self._incidents_written = len(incidents)
@@ -160,28 +103,31 @@ class Session:
             return
         self._write_profile()
         self.record.sync()
-        self._checkpoints.save_checkpoint(self.record.checkpoint_path, asdict(self.progress))
+        self._training.save_checkpoint(self.record.checkpoint_path, asdict(self.progress))
         self._saved_at_step, self._saved_at = self.progress.step, time.monotonic()
 
     def _write_step(self, row: Mapping[str, Any], accuracy: float) -> None:
         self.record.append_metrics(row)
         self.note_incidents()
         self._write_plan()
-        if self._checkpoint_every is None:
-            due = time.monotonic() - self._saved_at > _SECONDS_BETWEEN_CHECKPOINTS
-        else:
-            due = self.progress.step - self._saved_at_step >= self._checkpoint_every
         # While "auto" gathers evidence there is no checkpoint: going on would gather it at other steps than before.
-        if due and self._precision.plan is not None:
+        if self._is_due() and self._training.precision.plan is not None:
             self.checkpoint()
-        self._view.step(row, accuracy=accuracy, skipped=self._precision.skipped_steps)
+        self._training.view.step(row, accuracy=accuracy, skipped=self._training.precision.skipped_steps)
+
+    def _is_due(self) -> bool:
+        if not self._training.checkpoint_within_epochs:
+            return False
+        if (every := self._training.settings.checkpoint_every) is not None:
+            return self.progress.step - self._saved_at_step >= every
+        return time.monotonic() - self._saved_at > _SECONDS_BETWEEN_CHECKPOINTS
 
     def _write_plan(self) -> None:
-        plan = self._precision.plan
+        plan = self._training.precision.plan
         if plan is not None and plan is not self._plan_written:
             plan.save(self.record.plan_path)
             self._plan_written = plan
-            if (timing := self._precision.timing) is not None:
+            if (timing := self._training.precision.timing) is not None:
                 self.progress.format_times = {
                     name: {
                         "ratio": timing.ratio(name),
@@ -192,7 +138,7 @@ class Session:
 
     def _write_profile(self) -> None:
         # A run that goes on does not remember the evidence of its first steps; its record does.
-        now = self._precision.profile
+        now = self._training.precision.profile
         if now is not None:
             earlier = self._earlier_profile.histograms if self._earlier_profile is not None else {}
             Profile({**earlier, **now.histograms}).save(self.record.profile_path)

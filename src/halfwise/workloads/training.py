@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halfwise.core.diagnosis import Incident
+from halfwise.core.plan import Plan
+from halfwise.core.profile import Profile
 from halfwise.core.record import RunRecord
+from halfwise.core.timing import TimingTable
 from halfwise.workloads.datasets import Dataset
-from halfwise.workloads.session import Precision, Session, View
+from halfwise.workloads.session import Session
 from halfwise.workloads.settings import Settings
 
-__all__ = ["Batch", "Step", "Training"]
+__all__ = ["Batch", "Precision", "Step", "Training", "View", "wants_one_thread"]
 
 Batch = tuple[Any, Any]
 """Inputs and labels, as the framework takes them."""
@@ -26,6 +30,39 @@ Step = Callable[[Any, Any], object]
 _TINY = 256  # values per input
 
 
+class View(Protocol):
+    """Who is told what happens while it happens."""
+
+    def start(self, *, epochs: int, steps_per_epoch: int, step: int) -> None:
+        """Training begins, or goes on, at `step`."""
+
+    def step(self, row: Mapping[str, Any], *, accuracy: float, skipped: int) -> None:
+        """A step is done. `row` is its line in `metrics.jsonl`, `accuracy` the epoch's so far, on training data."""
+
+    def measuring(self) -> None:
+        """Training is over, and the step time is measured."""
+
+    def message(self, text: str) -> None:
+        """The guard has something to say."""
+
+
+class Precision(Protocol):
+    """What halfwise knows of a training: a `MixedPrecision` of PyTorch or a `PrecisionGuard` of Keras."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def profile(self) -> Profile | None: ...
+    @property
+    def timing(self) -> TimingTable | None: ...
+    @property
+    def incidents(self) -> Sequence[Incident]: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def skipped_steps(self) -> int: ...
+
+
 class Training(ABC):
     """A classifier under `settings.policy`, ready to train on `data`.
 
@@ -33,6 +70,9 @@ class Training(ABC):
         settings: what to train and how.
         data: what to train on.
         view: is told what happens.
+
+    Attributes:
+        checkpoint_within_epochs: False where the epochs' ends are the only moments at which all state can be kept.
     """
 
     checkpoint_within_epochs: ClassVar[bool] = True
@@ -61,14 +101,7 @@ class Training(ABC):
         Raises:
             TrainingStopped: the guard could not keep the run alive; the record holds why.
         """
-        session = Session(
-            record,
-            precision=self.precision,
-            checkpoints=self,
-            view=self.view,
-            steps_per_epoch=self.steps_per_epoch,
-            checkpoint_every=self.settings.checkpoint_every if self.checkpoint_within_epochs else float("inf"),
-        )
+        session = Session(record, self)
         at = session.begin()
         self.view.start(epochs=self.settings.epochs, steps_per_epoch=self.steps_per_epoch, step=at.step)
         try:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
-import ml_dtypes
-import numpy as np
 
 from halfwise.core.diagnosis import Suspect
+from halfwise.core.formats import get_format, round_to
 from halfwise.keras.tracing.records import UNKNOWN, Record
-from halfwise.keras.tracing.slicing import Origin
+from halfwise.keras.tracing.slicing import CONTRACTIONS, SOFTMAX_LIKE, Origin
 
 __all__ = [
     "Epsilon",
@@ -26,16 +25,9 @@ __all__ = [
 ]
 
 _ADDING = frozenset({"add", "subtract", "clip", "clip_by_value", "clamp", "maximum"})
-_CONTRACTIONS = frozenset(
-    {"matmul", "dot", "vdot", "inner", "outer", "tensordot", "einsum", "linear", "conv", "depthwise_conv"}
-    | {"separable_conv", "conv_transpose", "sum", "mean", "average", "var", "std", "moments", "dot_product_attention"}
-    | {"layer_normalization", "rms_normalization", "batch_normalization", "group_normalization", "cumsum"}
-)
-"""Operations that mix values: inf - inf within one of them is an overflow."""
 _LOGARITHMS = frozenset({"log", "log2", "log10"})
 _DIVISIONS = frozenset({"divide", "reciprocal", "rsqrt", "power", "normalize"})
 _ROOTS = frozenset({"sqrt", "norm"})
-_SOFTMAX_LIKE = ("softmax", "logsumexp", "dot_product_attention")
 _HALF = ("float16", "bfloat16")
 _SEARCHED = 6  # records to look back for an epsilon
 
@@ -49,7 +41,7 @@ class Epsilon(NamedTuple):
     @property
     def rounded(self) -> float:
         """What the format makes of it."""
-        return float(np.asarray(self.value).astype(self.dtype))
+        return float(round_to(self.value, self.dtype))
 
 
 def smallest_epsilon(operation: str, format_name: str) -> float:
@@ -62,9 +54,8 @@ def smallest_epsilon(operation: str, format_name: str) -> float:
     >>> smallest_epsilon("sqrt", "float16")
     6e-08
     """
-    info = ml_dtypes.finfo(format_name)
-    roots = operation in _ROOTS or operation == "rsqrt"
-    least = float(info.smallest_normal) * float(info.eps) if roots else 1 / float(info.max)
+    limits = get_format(format_name)
+    least = limits.smallest_subnormal if operation in _ROOTS | {"rsqrt"} else 1 / limits.largest
     digits = 1 - math.floor(math.log10(least))
     return float(f"{math.ceil(least * 10**digits) / 10**digits:.1e}")
 
@@ -98,7 +89,7 @@ def is_for_want_of_precision(origin: Origin) -> bool:
     if origin.result.dtype not in _HALF:
         return False
     if origin.result.found == "nan":
-        return origin.record.operation in _CONTRACTIONS
+        return origin.record.operation in CONTRACTIONS
     return not _divides(origin.record)
 
 
@@ -141,7 +132,7 @@ def fixes_for_scale(largest: float) -> list[str]:
 def fixes_for_float32(origin: Origin) -> list[str]:
     """What may cure a fault that float32 has too."""
     name = origin.record.operation
-    if any(part in name for part in _SOFTMAX_LIKE):
+    if any(part in name for part in SOFTMAX_LIKE):
         return [
             "a row of the mask hides every position: leave one visible, or clear the result: "
             "keras.ops.nan_to_num(weights)"
@@ -169,7 +160,7 @@ def _smaller_cures(origin: Origin) -> Sequence[str]:
         return [f"eps = {smallest:g}  # the smallest that works; {epsilon.value:g} {why} in {epsilon.dtype}"]
     result, record = origin.result, origin.record
     if result.dtype in _HALF and result.found == "-inf" and record.operation in ("add", "subtract", "cast"):
-        lowest = float(ml_dtypes.finfo(result.dtype).min)
+        lowest = -get_format(result.dtype).largest
         lows = [-abs(scalar) for scalar in record.scalars] + [given.extent.low for given in record.inputs]
         if any(low <= 0.9 * lowest for low in lows):
             return [

@@ -40,13 +40,22 @@ _OPERATORS = {
     **{f"__{side}truediv__": "divide" for side in ("", "r")},
     **{f"__{side}pow__": "power" for side in ("", "r")},
     **{f"__{side}matmul__": "matmul" for side in ("", "r")},
-    **{"__neg__": "negative", "__abs__": "absolute", "__getitem__": "getitem"},
+    "__neg__": "negative",
+    "__abs__": "absolute",
+    "__getitem__": "getitem",
 }
 _KERAS_NAMES = {
-    **{"convert_to_tensor": "cast", "to": "cast", "half": "cast", "float": "cast", "bfloat16": "cast"},
-    **{"true_divide": "divide", "div": "divide", "truediv": "divide", "mul": "multiply", "sub": "subtract"},
-    **{"rsub": "subtract", "pow": "power", "neg": "negative", "abs": "absolute"},
-    **{"reduce_sum": "sum", "reduce_mean": "mean", "reduce_max": "max", "reduce_logsumexp": "logsumexp"},
+    **dict.fromkeys(("convert_to_tensor", "to", "half", "float", "bfloat16"), "cast"),
+    **dict.fromkeys(("true_divide", "truediv", "div"), "divide"),
+    **dict.fromkeys(("sub", "rsub"), "subtract"),
+    "abs": "absolute",
+    "mul": "multiply",
+    "neg": "negative",
+    "pow": "power",
+    "reduce_logsumexp": "logsumexp",
+    "reduce_max": "max",
+    "reduce_mean": "mean",
+    "reduce_sum": "sum",
 }
 """Other spellings of operations, and what Keras calls them."""
 

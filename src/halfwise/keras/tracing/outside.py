@@ -39,7 +39,7 @@ def from_weights(
             broken.append((*names.get(id(variable), ("", variable.name)), extent, variable.trainable))
     if not broken:
         return None
-    path, name, extent, trained = broken[0]
+    *_, extent, trained = broken[0]
     named = [f"{path}.{name}" if path else name for path, name, *_ in broken]
     also = f"; also {', '.join(named[1:3])}" if named[1:] else ""
     more = f" and {len(named) - 3} more" if named[3:] else ""

@@ -40,7 +40,7 @@ def line_here(boundary: CodeType) -> str:
 
 @functools.cache
 def _is_users(filename: str) -> bool:
-    return not (filename.startswith(_packages()) or filename in _NEITHER or filename.startswith("<frozen"))
+    return not filename.startswith((*_packages(), "<frozen")) and filename not in _NEITHER
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def _packages() -> tuple[str, ...]:
     """The folders of the frameworks, and of this adapter: the built-in workloads are a user of it like any other."""
     specs = (importlib.util.find_spec(name) for name in ("tensorflow", "jax", "torch", "optree"))
     folders = [str(Path(spec.origin).parent) for spec in specs if spec is not None and spec.origin]
-    own = [str(Path(module.__file__).parent) for module in (keras, np)]
+    own = [str(Path(str(module.__file__)).parent) for module in (keras, np)]
     return tuple(f"{folder}{os.sep}" for folder in (*folders, *own, str(Path(__file__).parents[1])))
 
 

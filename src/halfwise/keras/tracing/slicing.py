@@ -11,13 +11,31 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import ml_dtypes
-
 from halfwise.core.diagnosis import Direction, Suspect
+from halfwise.core.formats import get_format
 from halfwise.keras.tracing.extents import Extent
 from halfwise.keras.tracing.records import UNKNOWN, Record, passes_as_mask
 
-__all__ = ["Origin", "backward_origins", "forward_origins", "largest_scale", "origins_of", "reads_from_outside"]
+__all__ = [
+    "CONTRACTIONS",
+    "SOFTMAX_LIKE",
+    "Origin",
+    "backward_origins",
+    "forward_origins",
+    "largest_scale",
+    "origins_of",
+    "reads_from_outside",
+]
+
+CONTRACTIONS = frozenset(
+    {"matmul", "dot", "vdot", "inner", "outer", "tensordot", "einsum", "linear", "conv", "depthwise_conv"}
+    | {"separable_conv", "conv_transpose", "sum", "mean", "average", "var", "std", "moments", "cumsum"}
+    | {"layer_normalization", "rms_normalization", "batch_normalization", "group_normalization"}
+)
+"""Operations that mix values: inf - inf within one of them is an overflow, and -inf in what they read no mask."""
+
+SOFTMAX_LIKE = ("softmax", "logsumexp", "dot_product_attention")
+"""Parts of the names of operations for which -inf means "not this one"."""
 
 _HALF = ("float16", "bfloat16")
 
@@ -93,7 +111,7 @@ def forward_origins(records: Sequence[Record], starts: Sequence[int]) -> list[Or
         hidden = [r.index for r in records if r.bad and record.index in r.inside] if record.layer else []
         sources = hidden or _bad_inputs(records, record)
         if not sources:
-            made.add(record.index)
+            made.add(_maker(records, record).index)
         for index in sources:
             if index not in seen:
                 seen.add(index)
@@ -123,8 +141,23 @@ def backward_origins(records: Sequence[Record], limit: float = math.inf) -> list
 
 
 def reads_from_outside(origin: Origin) -> bool:
-    """Whether the operation itself reads something infinite that nobody saw being made."""
-    return any(given.producer == UNKNOWN and not given.extent.finite for given in origin.record.inputs)
+    """Whether the operation reads something infinite that came with the data or the weights.
+
+    -inf from there is sound where it hides positions, and not where it is multiplied and summed.
+    """
+    pending, seen = [origin.record], {origin.record.index}
+    while pending:
+        record = pending.pop()
+        for given in record.inputs:
+            if given.extent.finite:
+                continue
+            if given.producer == UNKNOWN:
+                if origin.record.operation in CONTRACTIONS or not passes_as_mask(given, origin.records):
+                    return True
+            elif given.producer not in seen:
+                seen.add(given.producer)
+                pending.append(origin.records[given.producer])
+    return False
 
 
 def largest_scale(records: Sequence[Record]) -> float:
@@ -135,7 +168,7 @@ def largest_scale(records: Sequence[Record]) -> float:
     for record in records:
         for gradient in (record.arrived, *(given.gradient for given in record.inputs)):
             if gradient is not None and gradient.dtype in _HALF and 0.0 < gradient.largest < math.inf:
-                room = float(ml_dtypes.finfo(gradient.dtype).max) / gradient.largest
+                room = get_format(gradient.dtype).largest / gradient.largest
                 largest = min(largest, 2.0 ** math.floor(math.log2(room)))
     return largest
 
@@ -158,8 +191,20 @@ def _bad_inputs(records: Sequence[Record], record: Record) -> list[int]:
         if given.producer != UNKNOWN:
             found.append(given.producer)
         else:
-            found += [earlier.index for earlier in records[: record.index] if earlier.bad]
+            found += [r.index for r in records[: record.index] if r.bad and r.index not in record.inside]
     return found
+
+
+def _maker(records: Sequence[Record], record: Record) -> Record:
+    """The record itself, or where it only reads what came of code unseen: the layer whose code that is."""
+    around = records[record.inside[-1]] if record.inside else None
+    if around is None or around.output is None or any(not given.extent.finite for given in around.inputs):
+        return record
+    unseen = any(
+        given.producer == UNKNOWN and not given.extent.finite and not passes_as_mask(given, records)
+        for given in record.inputs
+    )
+    return around if unseen else record
 
 
 def _sent_to(records: Sequence[Record], record: Record) -> list[Extent]:

@@ -88,9 +88,7 @@ class Trace:
         try:
             record = Record(-1, name, self._place(), tuple(self._running))
             given: dict[int, Any] = {}
-            args, kwargs = keras.tree.map_structure(
-                functools.partial(self._into, record, given), (args, kwargs)
-            )
+            args, kwargs = keras.tree.map_structure(functools.partial(self._into, record, given), (args, kwargs))
             result = function(*args, **kwargs)
             record.index = len(self.records)
             result = keras.tree.map_structure(functools.partial(self._out_of, record, given), result)
@@ -140,7 +138,7 @@ class Trace:
         return self._unseen("", _plain_tensor, (leaf,), {})
 
     def _place(self, layer: Layer | None = None) -> Place:
-        """Where the operation that begins now belongs: to the innermost layer, or the one whole that this is part of."""
+        """Where what begins now belongs: to the innermost layer, or the one whole that this is part of."""
         source = line_here(probe.__code__)
         outer = self.records[self._running[-1]].place if self._running else NOWHERE
         path = None if layer is None or (self._closed and self._closed[-1]) else self._paths.get(id(layer))
@@ -153,7 +151,9 @@ class Trace:
         if isinstance(leaf, float):
             record.scalars += (leaf,)
         elif isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
-            record.scalars += tuple(float(end) for end in (leaf.min(), leaf.max()) if np.isinf(end)) if leaf.size else ()
+            record.scalars += (
+                tuple(float(end) for end in (leaf.min(), leaf.max()) if np.isinf(end)) if leaf.size else ()
+            )
         else:
             place = len(record.inputs)
             tapped, value = self._tap(leaf, functools.partial(self._sent, record, place))

@@ -18,10 +18,10 @@ from halfwise.torch.checkpoint import find_checkpoint, load_checkpoint, save_che
 from halfwise.torch.names import named_layers
 from halfwise.workloads.datasets import Dataset
 from halfwise.workloads.environment import describe_environment
-from halfwise.workloads.session import Session, View
+from halfwise.workloads.session import Session
 from halfwise.workloads.settings import Settings
 from halfwise.workloads.torch.networks import build_network
-from halfwise.workloads.training import Step, Training, wants_one_thread
+from halfwise.workloads.training import Step, Training, View, wants_one_thread
 
 __all__ = ["TorchTraining"]
 
@@ -112,7 +112,7 @@ class TorchTraining(Training):
     def environment(self) -> dict[str, Any]:
         """Versions, device, threads, modules."""
         return {
-            **describe_environment(["torch"]),
+            **describe_environment(torch),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
             "modules": {path: type(module).__name__ for path, module in named_layers(self.model)},

@@ -1,0 +1,1 @@
+"""The built-in workloads in Keras 3."""
