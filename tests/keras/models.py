@@ -39,23 +39,28 @@ def batch(rows: int = 64, seed: int = 0) -> tuple[Array, Array]:
     return x, (x[:, 0] > 0).astype("int32") + 2 * (x[:, 1] > 0).astype("int32")
 
 
-def planted(*, middle: str = "middle") -> tuple[keras.Model, Array, Array]:
-    """A model in which one layer's output (up to about 1e5) overflows float16, and nothing else does.
+def planted() -> tuple[keras.Model, Array, Array]:
+    """A model in which one layer's matrix product (up to about 1e5) overflows float16, and nothing else does.
 
-    `middle` multiplies by a large number; `after` divides by it, so that the rest of the model sees ordinary values.
+    The activation of `middle` divides by as much as its weights multiply, so that the other layers see ordinary values.
     """
     layers = keras.layers
+    large = keras.initializers.Constant(3e3)
     model = keras.Sequential(
         [
             keras.Input((8,)),
             layers.Dense(16, activation="relu", name="first"),
-            layers.Dense(16, name=middle, kernel_initializer=keras.initializers.Constant(3e3), use_bias=False),
-            layers.Rescaling(1e-4, name="after"),
+            layers.Dense(16, activation=_shrunk, kernel_initializer=large, use_bias=False, name="middle"),
+            layers.Dense(16, activation="relu", name="after"),
             layers.Dense(4, name="head"),
         ]
     )
     x, y = batch(256)
     return model, 4.0 * np.abs(x), y
+
+
+def _shrunk(values: Any) -> Any:
+    return values * 1e-4
 
 
 def dtypes_that_ran(model: keras.Model, x: Array) -> dict[str, str]:

@@ -157,9 +157,7 @@ def _exponential(h: Any) -> Any:
     return ops.exp(h * 0 + 12)
 
 
-@pytest.mark.parametrize(
-    ("function", "operation"), [(_sum_of_ones, "sum"), (_exponential, "exp")], ids=["sum", "exp"]
-)
+@pytest.mark.parametrize(("function", "operation"), [(_sum_of_ones, "sum"), (_exponential, "exp")], ids=["sum", "exp"])
 def test_reductions_and_exponentials_in_half(function: Callable[[Any], Any], operation: str) -> None:
     found = find(in_the_middle(function), ONES)
     assert found.verdict == "overflow_at_every_scale"
@@ -206,7 +204,7 @@ def test_code_that_nobody_can_look_into_is_the_layers() -> None:
 
 def test_an_epsilon_that_rounds_to_zero_is_named_with_the_smallest_that_works() -> None:
     def logarithm(h: Any) -> Any:
-        return ops.log(ops.softmax(h * 0 + np.array([0, 0, 0, 90.0], h.dtype)) + 1e-8)
+        return ops.log(ops.softmax(h * 0 + ops.cast(np.array([0, 0, 0, 90.0]), h.dtype)) + 1e-8)
 
     found = find(in_the_middle(logarithm), ONES)
     assert found.verdict == "overflow_at_every_scale"
@@ -347,7 +345,7 @@ def test_a_mask_constant_at_the_edge_of_the_format() -> None:
 
 def test_infinities_that_never_reach_the_loss_are_not_reported() -> None:
     def buckets(h: Any) -> Any:  # T5 takes the logarithm of all distances and uses those above 0
-        logarithm = ops.log(ops.arange(4, dtype=h.dtype))
+        logarithm = ops.log(ops.cast(ops.arange(4), h.dtype))
         gate = 1 / (1 + ops.exp(h * 0 + 12))  # overflows in half, and is right nevertheless
         bias = ops.where(ops.arange(4) > 0, logarithm, 0.0)
         return ops.exp(h * 0 + 12) + bias + ops.stop_gradient(gate) * 0

@@ -26,17 +26,17 @@ def _seeded() -> None:
 
 
 class SlowInHalf(layers.Dense):
-    """Takes longer in half precision: 20 ms, or on JAX, where code runs only once, a hundred matrix products."""
+    """Takes longer in half precision: 20 ms, or where code runs only once, a dozen large matrix products."""
 
     def call(self, x: Any, training: bool | None = None) -> Any:
         if self.compute_dtype != "float32":
-            if BACKEND == "jax":
+            if BACKEND == "torch":
+                time.sleep(0.02)
+            else:
                 big = ops.zeros((400, 400), "float32") + ops.cast(ops.sum(x), "float32")
-                for _ in range(20):
+                for _ in range(12):
                     big = ops.tanh(ops.matmul(big, big))
                 x = x + ops.cast(ops.sum(big), x.dtype) * 0.0
-            else:
-                time.sleep(0.02)
         return super().call(x)
 
 
@@ -53,7 +53,7 @@ def test_layers_are_timed_and_slow_formats_cut_short() -> None:
     assert set(table.seconds) == {"dense", "batch_normalization", "slow"}
     assert table.is_lower_bound("slow", "bfloat16")
     assert table.seconds["slow"]["bfloat16"] > 3 * table.seconds["slow"]["float32"]
-    if BACKEND != "jax":
+    if BACKEND == "torch":
         assert table.seconds["slow"]["bfloat16"] >= 0.02
     for variable, value in zip(variables, before, strict=True):
         assert np.array_equal(ops.convert_to_numpy(variable.value), value)
@@ -136,10 +136,10 @@ def test_a_layer_that_cannot_run_in_a_format_is_not_timed_in_it(caplog: pytest.L
 def test_tokens_masks_and_frozen_layers() -> None:
     tokens = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [1, 2, 3, 4]])
     frozen = layers.Embedding(5, 3, mask_zero=True, trainable=False)
-    model = keras.Sequential([frozen, layers.LSTM(3), layers.Dense(2)])
+    model = keras.Sequential([frozen, layers.GlobalAveragePooling1D(), layers.Dense(2)])
     timer = LayerTimer(model, ("bfloat16",))
     timer.measure((tokens, Y[:3]), step=OwnStep(model, "mse"))
-    assert set(timer.table.seconds) == {"embedding", "lstm", "dense"}
+    assert set(timer.table.seconds) == {"embedding", "dense"}
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="only JAX keeps the state outside the variables")

@@ -355,6 +355,24 @@ def test_every_optimizer_of_a_step_is_replaced() -> None:
     assert isinstance(model.mine, keras.optimizers.Adam)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="elsewhere Keras builds a model from (x, y, sample_weight) alone")
+def test_data_of_any_structure_and_a_model_built_in_its_first_step() -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step((data["tokens"], data["labels"]))
+
+    model = Own([layers.Dense(3), layers.BatchNormalization(), layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    data = {"tokens": X, "labels": Y}
+    notes = Notes()
+    probed = probe(model, data, notes)
+    assert ("batch_normalization", 0) in notes.outputs
+    assert len(probed.gradients) == 6
+    assert len(probed.weights) == 8
+    assert same(values(model.layers[1].weights), [np.ones(3), np.zeros(3), np.zeros(3), np.ones(3)])
+    assert not any(np.any(value) for value in values(model.metrics_variables))
+
+
 def test_a_model_that_is_not_compiled() -> None:
     model = keras.Sequential([layers.Dense(3), layers.Dense(2)])
     with pytest.raises(UsageError, match="is not compiled"):

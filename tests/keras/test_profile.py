@@ -119,7 +119,7 @@ def test_layers() -> None:
         "end.batch_normalization",
         "end.dense",
     }
-    assert [v.name for v in parameters(found["own"])] == ["scale"]
+    assert [v is found["own"].scale for v in parameters(found["own"])] == [True]
     assert len(parameters(found["lstm"])) == 3
     assert [v.name for v in parameters(found["end.batch_normalization"])] == ["gamma", "beta"]  # no statistics
     found["end.dense"].trainable = False

@@ -52,7 +52,12 @@ def run(step: OwnStep, data: Any, *, traced: bool = False) -> dict[str, Any]:
     if BACKEND == "jax":
         import jax
 
-        groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables, [])
+        groups: tuple[list[Any], ...] = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+            [],
+        )
         state = tuple([variable.value for variable in group] for group in groups)
         logs, state = (jax.jit(step) if traced else step)(state, data)
         for group, new in zip(groups, state, strict=True):

@@ -15,7 +15,7 @@ import keras
 
 from halfwise.core.demotion import demoted, float32_everywhere
 from halfwise.core.diagnosis import Diagnosis, Incident, Suspect
-from halfwise.core.guard import GuardState
+from halfwise.core.guard import LARGEST_NORM, GuardState
 from halfwise.core.healing import heal, judge
 from halfwise.core.loss_scale import LossScaleState, initial_state, update
 from halfwise.core.plan import REASONS, Plan
@@ -35,7 +35,6 @@ from halfwise.keras.result import StepResult
 
 __all__ = ["Engine"]
 
-_LARGEST_NORM = math.sqrt(3.4028234663852886e38)  # its square is the largest number of float32
 _MANY_SKIPS = 20  # more than the loss scale's whole way down takes
 _HALF = ("float16", "bfloat16")
 
@@ -52,7 +51,7 @@ class _Attempt:
 
     @property
     def gradients_sound(self) -> bool:
-        return self.vitals.grad_norm <= _LARGEST_NORM  # False for NaN
+        return self.vitals.grad_norm <= LARGEST_NORM  # False for NaN
 
     @property
     def sound(self) -> bool:

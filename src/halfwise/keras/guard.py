@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary, ref
 
 import keras
 
 from halfwise.core.diagnosis import Incident
+from halfwise.core.options import as_policy, check_options
 from halfwise.core.plan import Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
@@ -25,7 +27,7 @@ from halfwise.keras.probe import _as_in_fit as as_in_fit
 from halfwise.keras.result import StepResult
 from halfwise.keras.start import begin_engine, build
 from halfwise.keras.training_step import OwnStep
-from halfwise.keras.validate import as_policy, check_model, check_options
+from halfwise.keras.validate import check_model
 
 __all__ = ["PrecisionGuard"]
 
@@ -169,6 +171,27 @@ class PrecisionGuard(keras.callbacks.Callback):
         if self._engine is not None:
             state.load_state_dict(self._engine, saved)
             self._loaded = None
+
+    @contextmanager
+    def attached(self, model: keras.Model) -> Iterator[Self]:
+        """Within the block `model.train_on_batch`, which takes no callbacks, trains under this guard.
+
+        Example:
+            >>> import keras, numpy as np, halfwise.keras as hw
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            >>> model.compile(optimizer="sgd", loss="mse")
+            >>> with hw.PrecisionGuard("float32").attached(model) as guard:
+            ...     logs = model.train_on_batch(np.ones((8, 4)), np.ones((8, 1)), return_dict=True)
+            >>> guard.steps, logs["skipped_steps"]
+            (1, 0)
+        """
+        check_model(model)
+        self.set_model(model)
+        self.on_train_begin()
+        try:
+            yield self
+        finally:
+            self.on_train_end()
 
     # What Keras calls
 

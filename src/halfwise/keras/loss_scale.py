@@ -13,7 +13,7 @@ or updated but the counters, and what is saved is the state of the inner optimiz
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +21,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from halfwise.core.loss_scale import CEILING, LossScaleSettings
+from halfwise.core.loss_scale import CEILING, LOWEST_FLOOR, LossScaleSettings
 from halfwise.errors import UsageError
 
 __all__ = ["LossScaleOptimizer"]
@@ -30,7 +30,7 @@ _BACKEND = keras.config.backend()
 _LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5  # a larger norm has no finite square in float32
 _EXTRA = ("floor", "ceiling", "growth_factor", "backoff_factor", "hysteresis", "growth_delay")
 _DEFAULTS = {field.name: field.default for field in fields(LossScaleSettings)}
-_COUNTERS_OF_OURS = 4  # the variables that Keras' optimizer of this name does not have
+_OURS = ("hysteresis_left", "skipped_steps", "skips_in_a_row", "gradient_norm")  # variables that Keras' own has not
 
 
 @keras.saving.register_keras_serializable(package="halfwise")
@@ -82,6 +82,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ([0.5, 1.0], 2.0, 1)
     """
 
+    initial_scale: float
+    dynamic_growth_steps: int
+    step_counter: Any
+    dynamic_scale: Any
+    hysteresis_left: Any
+    skipped_steps: Any
+    skips_in_a_row: Any
+    gradient_norm: Any
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -104,10 +113,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name, **kwargs)
         self._was_asked_to_scale = self._has_said_so = False
+        initial = _plain(initial_scale)
+        if floor == 1.0 and isinstance(initial, int | float) and initial < floor:
+            floor = max(initial, LOWEST_FLOOR)
         self.use(
             LossScaleSettings(
-                initial=_plain(initial_scale),
-                floor=min(floor, _plain(initial_scale)) if floor == 1.0 else floor,
+                initial=initial,
+                floor=floor,
                 ceiling=ceiling,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
@@ -246,7 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with keras.StatelessScope(state_mapping=list(zip(own, optimizer_variables, strict=False))) as scope:
             unscaled, norm = self._measured(list(grads), self._trainable_variables)
             sound = self._update(norm)
-        trained, inner = ops.cond(
+        trained, inner = _either(
             sound,
             lambda: self.inner_optimizer.stateless_apply(inner, unscaled, trainable_variables),
             lambda: (_values(trainable_variables), inner),
@@ -331,11 +343,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         missing = len(self.variables) - len(store.keys())
         if missing == len(self._variables):
             self.inner_optimizer.load_own_variables(store)
-        elif missing == _COUNTERS_OF_OURS:
-            first = len(self._variables) - _COUNTERS_OF_OURS
-            known = self._variables[:first] + self.inner_optimizer.variables
-            for number, variable in enumerate(known):
+        elif self.built and missing == len(_OURS):
+            theirs = self._variables[: -len(_OURS)] + self.inner_optimizer.variables
+            for number, variable in enumerate(theirs):
                 variable.assign(store[str(number)])
+            bounded = ops.clip(self.dynamic_scale.value, self._settings.floor, self._settings.ceiling)
+            self.dynamic_scale.assign(bounded)
         else:
             super().load_own_variables(store)
 
@@ -350,11 +363,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("inner_optimizer")
-        ours = inner is None or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if ours or not hasattr(inner, name):
+        declared = name in LossScaleOptimizer.__annotations__ or hasattr(type(self), name) or name in self.__dict__
+        if inner is None or name.startswith("_") or declared or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
+
+
+def _either(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """`ops.cond`; but jax, where it is not compiling already, would compile both branches anew at every step."""
+    if _BACKEND == "jax":
+        import jax
+
+        if not isinstance(condition, jax.core.Tracer):
+            return then() if condition else otherwise()
+    return ops.cond(condition, then, otherwise)
 
 
 def _plain(number: Any) -> Any:

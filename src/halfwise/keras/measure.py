@@ -1,8 +1,9 @@
 """How long each layer takes in each format on this device: forward and backward on the inputs that it really gets.
 
-The inputs are those of a probe. On JAX a layer is timed compiled, elsewhere eagerly. A format is given up once it has
-taken longer than float32 did: that the format is slower here is all that a planner needs to know. Layers that are alike
-(the same configuration, weights and inputs of the same shapes) are timed once, since on JAX each is compiled.
+The inputs are those of a probe. As in training, a layer runs compiled on JAX, as a graph on TensorFlow, and eagerly on
+torch. A format is given up once it has taken longer than float32 did: that the format is slower here is all that a
+planner needs to know. Layers that are alike (the same configuration, weights and inputs of the same shapes) are timed
+once, since compiling takes a while.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LayerTimer(Observer):
         return TimingTable({p: dict(t) for p, t in self._seconds.items()}, frozenset(self._cut_short))
 
     def measure(
-        self, data: tuple[Any, ...], *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
+        self, data: Any, *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
     ) -> None:
         """Times the layers on what they get in one training step. The arguments are those of `probe`."""
         layers = {path: layer for path, layer in tapped_layers(built(self._model, data, step)).items() if _timed(layer)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from halfwise.core.options import check_options
 from halfwise.core.plan import Plan
 from halfwise.core.planner import EVIDENCE_STEPS
 from halfwise.core.timing import TimingTable
@@ -15,10 +16,11 @@ from halfwise.errors import UsageError
 from halfwise.keras.apply import AppliedPlan
 from halfwise.keras.evidence import Evidence, set_by_hand
 from halfwise.keras.guarded_step import Step
+from halfwise.keras.names import named_layers
 from halfwise.keras.policy import undecided_layers
 from halfwise.keras.probe import _as_in_fit as as_in_fit
 from halfwise.keras.training_step import OwnStep
-from halfwise.keras.validate import check_model, check_options, check_timing
+from halfwise.keras.validate import check_model
 
 __all__ = ["plan"]
 
@@ -72,7 +74,7 @@ def plan(
     else:
         model._symbolic_build(data_batch=batches[0])
     if timing is not None:
-        check_timing(timing, model)
+        timing.check_paths(named_layers(model), type(model).__name__)
     by_hand = set_by_hand(model, undecided_layers(model))
     in_float32 = Plan.manual(by_hand, framework="keras")
     with AppliedPlan(model, in_float32, settle=False):

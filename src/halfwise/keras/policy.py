@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any
 from weakref import WeakSet
 
@@ -19,8 +18,9 @@ import keras
 from keras import Layer
 from keras.src.backend.common import global_state
 
+from halfwise.core.options import as_policy
 from halfwise.core.plan import Plan
-from halfwise.core.policy import POLICIES, disabled, parse_policy
+from halfwise.core.policy import POLICIES, disabled
 from halfwise.errors import PolicyError
 from halfwise.keras.names import named_layers
 
@@ -147,24 +147,15 @@ def _is_undecided(policy: object) -> bool:
 def _keras_policy(policy: object) -> keras.DTypePolicy | str:
     if isinstance(policy, keras.DTypePolicy):
         return policy
-    if isinstance(policy, Plan):
-        return UndecidedPolicy(policy)
-    if isinstance(policy, PathLike) or (isinstance(policy, str) and _is_plan_file(policy)):
-        return UndecidedPolicy(Plan.load(fspath(policy)))
-    if not isinstance(policy, str):
+    if isinstance(policy, str) and (policy.startswith(_QUANTISATIONS) or policy == "float64"):
+        return policy
+    if not isinstance(policy, str | Plan | PathLike):
         raise PolicyError(
             f"Invalid `policy` argument: {policy!r}. Allowed: {', '.join(map(repr, POLICIES))}, a Plan, the path of a "
             "plan file (plan.toml), or a keras.DTypePolicy."
         )
-    if policy.startswith(_QUANTISATIONS) or policy == "float64":
-        return policy
-    name = parse_policy(policy)
-    return UndecidedPolicy("auto") if name == "auto" else name
-
-
-def _is_plan_file(policy: str) -> bool:
-    """A known policy's name is never a file, whatever lies in the working directory."""
-    return policy not in POLICIES and (policy.endswith(".toml") or Path(policy).is_file())
+    wanted = as_policy(policy)
+    return UndecidedPolicy(wanted) if isinstance(wanted, Plan) or wanted == "auto" else wanted
 
 
 def _tell_undecided(entry: Layer, wanted: str | Plan) -> None:

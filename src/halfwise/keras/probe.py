@@ -78,7 +78,7 @@ class Probed:
 
 def probe(
     model: keras.Model,
-    data: tuple[Any, ...],
+    data: Any,
     observer: Observer | None = None,
     *,
     layers: Mapping[str, Layer] | None = None,
@@ -103,6 +103,14 @@ def probe(
 
     Raises:
         UsageError: the model is not compiled and no step is given.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        >>> model.compile(loss="mse")
+        >>> probed = probe(model, (np.ones((8, 4)), np.ones((8, 1))))
+        >>> probed.loss, [to_numpy(gradient).shape for _, gradient in probed.gradients]
+        (1.0, [(4, 1), (1,)])
     """
     model = built(model, data, step)
     step = model.train_step if step is None else step
@@ -110,7 +118,6 @@ def probe(
     record = _Record(model, loss_scale)
     with ExitStack() as stack:
         stack.enter_context(_put_back(model))
-        weights = tuple(_backend.current_values(model, state))
         stack.enter_context(_backend.gradient_fields_kept(model.variables))
         for holder in (model, step):
             stack.enter_context(_optimizers_replaced(holder, record))
@@ -124,12 +131,12 @@ def probe(
         loss=float("nan") if loss is None else float(to_numpy(loss)),
         predictions=logs.get("output", record.predictions),
         gradients=tuple(record.gradients.values()),
-        weights=weights,
+        weights=tuple(_backend.current_values(model, state)),
         logs=logs,
     )
 
 
-def built(model: keras.Model, data: tuple[Any, ...], step: Callable[..., Any] | None = None) -> keras.Model:
+def built(model: keras.Model, data: Any, step: Callable[..., Any] | None = None) -> keras.Model:
     """`model`, with everything built that a training step on `data` makes in its first call.
 
     Raises:
@@ -144,7 +151,13 @@ def built(model: keras.Model, data: tuple[Any, ...], step: Callable[..., Any] | 
     if isinstance(step, OwnStep):
         step.build(data)
     elif model.compiled:
-        model._symbolic_build(data_batch=data)
+        try:
+            model._symbolic_build(data_batch=data)
+        except Exception:
+            if keras.backend.backend() != "tensorflow":
+                raise
+            with _optimizers_replaced(model, _Record(model, 1.0)):  # as TensorFlow's `fit` does, whatever the data are
+                _backend.trace(model.train_step, data)
     return model
 
 

@@ -94,7 +94,7 @@ class Recorder(Observer):
         self._step = {}
 
     def record(
-        self, data: tuple[Any, ...], *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
+        self, data: Any, *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
     ) -> Probed:
         """Records one training step, which leaves no trace. The arguments are those of `probe`."""
         layers = profiled_layers(built(self._model, data, step))

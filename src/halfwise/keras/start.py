@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import keras
 
+from halfwise.core.options import plan_of_policy
 from halfwise.core.plan import Default, Plan, Rule
-from halfwise.core.policy import compute_format, disabled
+from halfwise.core.policy import disabled
 from halfwise.keras.apply import applied_plan
 from halfwise.keras.engine import Engine
 from halfwise.keras.execution import Execution
-from halfwise.keras.names import routes
+from halfwise.keras.names import named_layers, routes
 from halfwise.keras.optimizer import UNSCALED, scale_settings, set_optimizer, watched
 from halfwise.keras.policy import undecided_layers, wanted_by
 from halfwise.keras.probe import tapped_layers
 from halfwise.keras.training_step import OwnStep
-from halfwise.keras.validate import check_timing
 
 __all__ = ["begin_engine", "build", "plan_of_policies", "plan_wanted"]
 
@@ -37,13 +38,15 @@ def begin_engine(
         options: those of `Engine`.
     """
     if options.get("timing") is not None:
-        check_timing(options["timing"], model)
+        options["timing"].check_paths(named_layers(model), type(model).__name__)
     plan, in_force = plan_wanted(model, policy)
     if disabled():
         plan, in_force, options["guard"] = Plan(framework="keras"), True, False
     undecided = _decide(model)
     own = optimizer if optimizer is not None else model.optimizer
     ours = watched(own, UNSCALED if plan is None else scale_settings(plan, own))
+    if plan is not None and plan.uses("float16") and plan.loss_scale is None:
+        plan = replace(plan, loss_scale=ours.settings)
     if optimizer is None:
         set_optimizer(model, ours)
     if isinstance(execution.step, OwnStep):
@@ -64,7 +67,9 @@ def plan_wanted(model: keras.Model, policy: str | Plan | None) -> tuple[Plan | N
         return plan_of_policies(model), True
     if isinstance(wanted, Plan):
         return wanted, False
-    return (None if wanted == "auto" else _plan_of_policy(wanted, model)), False
+    if wanted == "auto":
+        return None, False
+    return plan_of_policy(wanted, framework="keras", model=type(model).__name__), False
 
 
 def plan_of_policies(model: keras.Model) -> Plan:
@@ -90,12 +95,6 @@ def plan_of_policies(model: keras.Model) -> Plan:
 def build(model: keras.Model, batch: Any) -> None:
     """Builds layers, metrics and losses from the shapes of a batch, as Keras does before its first step."""
     model._symbolic_build(data_batch=batch)
-
-
-def _plan_of_policy(policy: str, model: keras.Model) -> Plan:
-    compute = compute_format(policy)
-    default = Default(compute=compute, reason="policy", detail=f"policy {policy!r}")
-    return Plan(framework="keras", model=type(model).__name__, default=default)
 
 
 def _decide(model: keras.Model) -> dict[str, Any]:

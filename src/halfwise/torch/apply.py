@@ -7,7 +7,6 @@ parametrizations and export: the object refers to the module that holds it, so a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,19 +18,15 @@ import torch
 from torch import nn
 
 from halfwise.core.plan import Default, Plan, Rule
+from halfwise.core.policy import disabled
 from halfwise.errors import PlanError, UsageError
 from halfwise.torch.names import clean_path, is_compiled, named_layers, unwrap
 from halfwise.torch.nested import map_tensors
 from halfwise.torch.region import COMPUTE_DTYPES, device_type_of, region
 
-__all__ = ["AppliedPlan", "apply", "disabled"]
+__all__ = ["AppliedPlan", "apply"]
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def disabled() -> bool:
-    """True where the environment says `HALFWISE_DISABLE=1`: everything is plain float32 training."""
-    return os.environ.get("HALFWISE_DISABLE", "") not in ("", "0")
 
 
 def apply(model: nn.Module, plan: Plan) -> AppliedPlan:

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from halfwise.core.diagnosis import Incident
 from halfwise.core.options import as_policy, check_options, plan_of_policy
 from halfwise.core.plan import Plan
+from halfwise.core.policy import disabled
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
 from halfwise.errors import TrainingStopped, UsageError
 from halfwise.torch import state
-from halfwise.torch.apply import disabled
 from halfwise.torch.closure import Closure, as_closures, check_replayed, split_loss
 from halfwise.torch.closure_optimizers import step_inside_optimizer
 from halfwise.torch.engine import Engine

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from halfwise.core.diagnosis import Incident
 from halfwise.core.guard import GuardState
 from halfwise.core.plan_file import dumps, loads
+from halfwise.core.policy import disabled
 from halfwise.errors import UsageError
-from halfwise.torch.apply import disabled
 from halfwise.torch.snapshot import RandomState
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What halfwise does in TensorFlow's own terms. Every function here has its twin in `jax.py` and `torch.py`."""
+"""What halfwise does in TensorFlow's own terms. All but `trace` has its twin in `jax.py` and `torch.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from halfwise.keras.training_step import OwnStep
 
-__all__ = ["current_values", "gradient_fields_kept", "keep", "layer_pass", "own_step", "run_step", "tap", "to_numpy"]
+__all__ = [
+    "current_values",
+    "gradient_fields_kept",
+    "keep",
+    "layer_pass",
+    "own_step",
+    "run_step",
+    "tap",
+    "to_numpy",
+    "trace",
+]
 
 
 def tap(tensor: Any, forward: Callable[[Any], None], backward: Callable[[Any], None]) -> Any:
@@ -76,6 +86,11 @@ def run_step(step: Callable[..., Any], _model: Any, data: Any, _state: Any) -> d
     return step(data)
 
 
+def trace(step: Callable[..., Any], data: Any) -> None:
+    """Makes what a training step makes in its first call, without carrying it out."""
+    tf.function(step, autograph=False).get_concrete_function(data)
+
+
 def own_step(own: OwnStep, data: Any) -> dict[str, Any]:
     """One step of `OwnStep`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -90,21 +105,35 @@ def own_step(own: OwnStep, data: Any) -> dict[str, Any]:
 def layer_pass(
     layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _values: Any, *, input_gradients: bool
 ) -> Callable[[float], float]:
-    """A function that runs one forward and backward of the layer, eagerly, and returns its seconds.
+    """A function that runs one forward and backward of the layer, traced at its first call, and returns its seconds.
 
-    It takes a limit in seconds: where the forward pass alone took longer, its time is returned.
+    It takes a limit in seconds, for its twins' sake.
     """
-    inputs = [tensor for tensor in keras.tree.flatten((args, kwargs)) if _has_value(tensor)] if input_gradients else []
-    sources = [*inputs, *layer.trainable_variables]
+    leaves = keras.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
+    tensors = [leaves[place] for place in places]
 
-    def run(limit: float) -> float:
-        start = _now()
+    @tf.function
+    def both(tensors: list[Any]) -> Any:  # as arguments: with constants the graph's optimizer would compute
+        given = dict(zip(places, tensors, strict=True))
+        own_args, own_kwargs = keras.tree.pack_sequence_as(
+            (args, kwargs), [given.get(place, leaf) for place, leaf in enumerate(leaves)]
+        )
+        inputs = [tensor for tensor in tensors if tensor.dtype.is_floating] if input_gradients else []
         with tf.GradientTape() as tape:
             tape.watch(inputs)
-            outputs = [tensor for tensor in keras.tree.flatten(layer(*args, **kwargs)) if _has_value(tensor)]
-        if limit != float("inf") and (forward := _now() - start) > limit:
-            return forward
-        tape.gradient(outputs, sources)
+            outputs = [leaf for leaf in keras.tree.flatten(layer(*own_args, **own_kwargs)) if leaf.dtype.is_floating]
+        return outputs, tape.gradient(outputs, [*inputs, *layer.trainable_variables])
+
+    traced = False
+
+    def run(_limit: float) -> float:
+        nonlocal traced
+        if not traced:
+            both(tensors)
+            traced = True
+        start = _now()
+        both(tensors)
         return _now() - start
 
     return run

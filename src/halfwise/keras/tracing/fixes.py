@@ -10,7 +10,7 @@ import keras
 
 from halfwise.core.diagnosis import Suspect
 from halfwise.core.formats import get_format, round_to
-from halfwise.keras.tracing.records import UNKNOWN, Record
+from halfwise.keras.tracing.records import Record
 from halfwise.keras.tracing.slicing import CONTRACTIONS, SOFTMAX_LIKE, Origin
 
 __all__ = [
@@ -67,7 +67,7 @@ def epsilon_behind(origin: Origin) -> Epsilon | None:
     pending, seen = [given.producer for given in origin.record.inputs], 0
     while pending and seen < _SEARCHED:
         index = pending.pop(0)
-        if index == UNKNOWN:
+        if index < 0:
             continue
         parent = origin.records[index]
         seen += 1

@@ -124,6 +124,8 @@ class _Function:
         self._name, self._function, self._seen = name, function, seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # one that is handed to another is taken back: jax.lax.reduce_window knows lax.max by its identity
+        args = tuple(arg._function if type(arg) is _Function else arg for arg in args)
         return self._seen(self._name, self._function, args, kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
@@ -135,7 +137,7 @@ def _functions() -> Iterator[tuple[ModuleType, list[str]]]:
     own = ("keras.src.ops.", f"keras.src.backend.{backend}.")
     in_keras = (*_KERAS, "keras.src.backend", *(f"keras.src.backend.{backend}{part}" for part in _BACKENDS))
     for name in (*in_keras, *_FRAMEWORKS[backend]):
-        module = sys.modules.get(name)
+        module = sys.modules.get(name) or _attribute(name)
         if module is None:
             continue
         of_keras = name.startswith("keras")
@@ -147,6 +149,12 @@ def _functions() -> Iterator[tuple[ModuleType, list[str]]]:
                 if _is_function(key, value) and (not of_keras or f"{getattr(value, '__module__', '')}.".startswith(own))
             ],
         )
+
+
+def _attribute(name: str) -> ModuleType | None:
+    """A module that is known as an attribute of another one only, such as `tf.math`."""
+    package, _, part = name.partition(".")
+    return getattr(sys.modules.get(package), part, None)
 
 
 def _is_function(name: str, value: Any) -> bool:

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from halfwise.keras.tracing.extents import Extent
 from halfwise.keras.tracing.places import Place
 
-__all__ = ["UNKNOWN", "Input", "Record", "is_intended", "passes_as_mask"]
+__all__ = ["UNKNOWN", "WEIGHT", "Input", "Record", "is_intended", "passes_as_mask"]
 
 UNKNOWN = -1
-"""Stands for the producer of a tensor that nobody saw being made: data, weights, and what came of code unseen."""
+"""Stands for the producer of a tensor that nobody saw being made: data, and what came of code unseen."""
+
+WEIGHT = -2
+"""Stands for the producer of a variable's value."""
 
 _SIGN_CHANGING = frozenset({"negative", "subtract", "multiply", "divide", "true_divide", "reciprocal"})
 """Through these an intended infinity may come out with the other sign."""
@@ -23,7 +26,7 @@ class Input:
     """A floating-point input of a record.
 
     Attributes:
-        producer: index of the record that made it, or `UNKNOWN`.
+        producer: index of the record that made it, `UNKNOWN` or `WEIGHT`.
         extent: its range.
         gradient: range of what the record sent back to it; None where nothing was sent.
     """
@@ -94,6 +97,6 @@ def is_intended(record: Record, records: Sequence[Record]) -> bool:
 
 def passes_as_mask(given: Input, records: Sequence[Record]) -> bool:
     """Whether the infinities in an input are intended."""
-    if given.producer != UNKNOWN:
+    if given.producer >= 0:
         return records[given.producer].intended
     return given.extent.low == -math.inf and given.extent.high < math.inf

@@ -21,6 +21,7 @@ __all__ = [
     "SOFTMAX_LIKE",
     "Origin",
     "backward_origins",
+    "bad_inputs",
     "forward_origins",
     "largest_scale",
     "origins_of",
@@ -70,7 +71,7 @@ class Origin(NamedTuple):
         """The origin as a suspect."""
         place, record = self.record.place, self.record
         widens = record.operation == "cast" and record.output is not None and record.output.dtype not in _HALF
-        if self.direction == "backward" and widens and record.inputs and record.inputs[0].producer != UNKNOWN:
+        if self.direction == "backward" and widens and record.inputs and record.inputs[0].producer >= 0:
             place = self.records[record.inputs[0].producer].place  # its format is too small for the gradient
         return Suspect(
             module=place.module,
@@ -96,7 +97,7 @@ def origins_of(records: Sequence[Record], *, loss_finite: bool, limit: float = m
         return forward_origins(records, _ends(records))
     found: list[Origin] = []
     for origin in backward_origins(records, limit):
-        behind = [origin.record.index] if origin.record.bad else _bad_inputs(records, origin.record)
+        behind = [origin.record.index] if origin.record.bad else bad_inputs(records, origin.record)
         forward = forward_origins(records, behind) if behind else []  # an infinity that only the gradient trips over
         found += forward or [origin]
     return _unique(found)
@@ -109,7 +110,7 @@ def forward_origins(records: Sequence[Record], starts: Sequence[int]) -> list[Or
     while pending:
         record = records[pending.pop()]
         hidden = [r.index for r in records if r.bad and record.index in r.inside] if record.layer else []
-        sources = hidden or _bad_inputs(records, record)
+        sources = hidden or bad_inputs(records, record)
         if not sources:
             made.add(_maker(records, record).index)
         for index in sources:
@@ -145,14 +146,17 @@ def reads_from_outside(origin: Origin) -> bool:
 
     -inf from there is sound where it hides positions, and not where it is multiplied and summed.
     """
+    mixes = origin.record.operation in CONTRACTIONS
     pending, seen = [origin.record], {origin.record.index}
     while pending:
         record = pending.pop()
+        if mixes and not record.inputs:  # an array that was turned into a tensor
+            return True
         for given in record.inputs:
             if given.extent.finite:
                 continue
-            if given.producer == UNKNOWN:
-                if origin.record.operation in CONTRACTIONS or not passes_as_mask(given, origin.records):
+            if given.producer < 0:
+                if mixes or not passes_as_mask(given, origin.records):
                     return True
             elif given.producer not in seen:
                 seen.add(given.producer)
@@ -182,15 +186,15 @@ def _ends(records: Sequence[Record]) -> list[int]:
     return [record.index for record in bad[-1:]]
 
 
-def _bad_inputs(records: Sequence[Record], record: Record) -> list[int]:
+def bad_inputs(records: Sequence[Record], record: Record) -> list[int]:
     """Producers of the record's bad inputs."""
     found: list[int] = []
     for given in record.inputs:
         if given.extent.finite or passes_as_mask(given, records):
             continue
-        if given.producer != UNKNOWN:
+        if given.producer >= 0:
             found.append(given.producer)
-        else:
+        elif given.producer == UNKNOWN:
             found += [r.index for r in records[: record.index] if r.bad and r.index not in record.inside]
     return found
 

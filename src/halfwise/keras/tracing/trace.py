@@ -23,7 +23,7 @@ from halfwise.keras.probe import probe, tap
 from halfwise.keras.tracing.extents import Extent, extent_of
 from halfwise.keras.tracing.operations import operations_seen
 from halfwise.keras.tracing.places import NOWHERE, Place, line_here
-from halfwise.keras.tracing.records import UNKNOWN, Input, Record, is_intended
+from halfwise.keras.tracing.records import UNKNOWN, WEIGHT, Input, Record, is_intended
 
 __all__ = ["Trace"]
 
@@ -58,6 +58,7 @@ class Trace:
         self.records: list[Record] = []
         self._paths = {id(layer): path for path, layer in named_layers(model).items()}
         self._known: dict[int, _Known] = {}
+        self._weights: dict[int, Any] = {}  # values of variables, kept for the same reason
         self._running: list[int] = []  # records of the layers that are being called, the outermost first
         self._closed: list[bool] = []  # whether such a layer is one whole, or inside one that is
         self._within = False  # an operation is running: what it calls is its own affair
@@ -72,6 +73,7 @@ class Trace:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._known.clear()
+        self._weights.clear()
 
     def settle(self) -> list[Record]:
         """Finds which infinities are intended. Returns the records."""
@@ -133,9 +135,11 @@ class Trace:
 
     def _weight_as_tensor(self, leaf: Any) -> Any:
         """The value of a variable, in the precision that Keras casts it to here; anything else as it is."""
-        if isinstance(leaf, keras.Variable):
-            leaf = leaf.value  # the cast is an operation of its own
-        return self._unseen("", _plain_tensor, (leaf,), {})
+        if not isinstance(leaf, keras.Variable):
+            return self._unseen("", _plain_tensor, (leaf,), {})
+        tensor = self._unseen("", _plain_tensor, (leaf.value,), {})  # the cast is an operation of its own
+        self._weights[id(tensor)] = tensor
+        return tensor
 
     def _place(self, layer: Layer | None = None) -> Place:
         """Where what begins now belongs: to the innermost layer, or the one whole that this is part of."""
@@ -158,7 +162,7 @@ class Trace:
             place = len(record.inputs)
             tapped, value = self._tap(leaf, functools.partial(self._sent, record, place))
             if value is not None and (extent := self._extent(leaf, value)) is not None:
-                producer = self._known[id(leaf)].producer if id(leaf) in self._known else UNKNOWN
+                producer = WEIGHT if id(leaf) in self._weights else self._producer(leaf, UNKNOWN)
                 record.inputs.append(Input(producer, extent))
                 given[id(tapped)] = leaf
                 for tensor in (leaf, tapped):
@@ -174,8 +178,7 @@ class Trace:
         if value is None or (extent := self._extent(leaf, value)) is None:
             return leaf
         record.output = extent.joined(record.output)
-        producer = self._known[id(leaf)].producer if id(leaf) in self._known else record.index
-        self._known[id(tapped)] = _Known(tapped, producer, extent)
+        self._known[id(tapped)] = _Known(tapped, self._producer(leaf, record.index), extent)
         return tapped
 
     def _tap(self, leaf: Any, gradient: Callable[[Any], None]) -> tuple[Any, Any]:
@@ -189,6 +192,9 @@ class Trace:
                 if (kept := get_tensor_attr(leaf, name)) is not None:
                     set_tensor_attr(tapped, name, kept)
         return tapped, values[0]
+
+    def _producer(self, leaf: Any, default: int) -> int:
+        return self._known[id(leaf)].producer if id(leaf) in self._known else default
 
     def _extent(self, leaf: Any, value: Any) -> Extent | None:
         known = self._known.get(id(leaf))

@@ -76,6 +76,7 @@ class _Recorder(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any]) -> None:  # noqa: ARG002
         seconds = time.perf_counter() - self._began
         step = self._training.guard.last_step
+        assert step is not None  # the guard has judged this one
         self._session.note_step(
             loss=step.loss,
             loss_scale=step.loss_scale,

@@ -95,13 +95,12 @@ class KerasTraining(Training):
         guard = hw.PrecisionGuard(log=lambda _: None)
         return lambda x, y: hw.step(planned, x, y, guard=guard), plain.train_on_batch
 
-    def _compiled(self, policy: str | Plan) -> keras.Model:
-        before = keras.config.dtype_policy()
-        hw.set_global_policy(policy)
-        try:
+    def _compiled(self, wanted: str | Plan) -> keras.Model:
+        if isinstance(wanted, Plan):
             model = build_network(self.settings.network, self.data)
-        finally:
-            keras.config.set_dtype_policy(before)
+            hw.apply(model, wanted)
+        else:
+            model = self._built_under(wanted)
         model.compile(
             optimizer=keras.optimizers.Adam(self.settings.learning_rate),
             loss="sparse_categorical_crossentropy",
@@ -109,8 +108,16 @@ class KerasTraining(Training):
         )
         return model
 
-    def _copy(self, policy: str | Plan) -> keras.Model:
-        model = self._compiled(policy)
+    def _built_under(self, policy: str) -> keras.Model:
+        before = keras.config.dtype_policy()
+        hw.set_global_policy(policy)
+        try:
+            return build_network(self.settings.network, self.data)
+        finally:
+            keras.config.set_dtype_policy(before)
+
+    def _copy(self, wanted: str | Plan) -> keras.Model:
+        model = self._compiled(wanted)
         model.set_weights(self.model.get_weights())
         return model
 
