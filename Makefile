@@ -3,14 +3,22 @@ PYTHON ?= python3
 POLICY ?= auto
 VENV := .venv
 RUN := $(VENV)/bin
+BACKENDS := tensorflow jax torch
+QUICK := not debian and not slow
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-core $(BACKENDS:%=test-%) lint bench clean
 
 train: $(VENV)/.runtime
 	$(RUN)/halfwise train image --policy $(POLICY)
 
-test: $(VENV)/.dev
-	$(RUN)/python -m pytest -m "not debian and not slow"
+# Keras fixes its backend when it is imported, so each backend's tests run in a process of their own.
+test: test-core $(BACKENDS:%=test-%)
+
+test-core: $(VENV)/.dev
+	$(RUN)/python -m pytest -m "$(QUICK)"
+
+$(BACKENDS:%=test-%): test-%: $(VENV)/.dev
+	KERAS_BACKEND=$* TF_CPP_MIN_LOG_LEVEL=3 $(RUN)/python -m pytest -m "$(QUICK)" tests/keras tests/contract
 
 lint: $(VENV)/.dev
 	$(RUN)/ruff check .
@@ -19,7 +27,7 @@ lint: $(VENV)/.dev
 	$(RUN)/lint-imports
 
 bench: $(VENV)/.dev
-	for script in benchmarks/*.py; do $(RUN)/python $$script || exit 1; done
+	for script in benchmarks/[a-z]*.py; do $(RUN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache runs
@@ -33,5 +41,6 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(RUN)/python -m pip install --quiet torch -c constraints.txt
 	$(RUN)/python -m pip install --quiet -e ".[dev]" -c constraints.txt
 	touch $@

@@ -280,6 +280,19 @@ def test_a_gradient_too_large_for_the_head_blames_the_head_and_not_the_loss() ->
     assert math.isclose(found.suspects[0].largest_input, 5e5, rel_tol=1e-3)
 
 
+def test_a_sum_of_gradients_that_overflows_is_the_shared_tensors() -> None:
+    def fan(h: Any) -> Any:
+        shared = h * 0.5
+        return shared * 1.0 + shared * 1.0
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), Layer(fan, name="fan")])
+    found = find(model, ONES, loss=lambda y, output: ops.sum(ops.cast(output, "float32") * 1e5, axis=-1))
+    assert found.verdict == "overflow_at_every_scale"
+    assert (found.module, found.operation, found.direction) == ("fan", "multiply", "backward")
+    assert (found.source, found.suspects[0].found) == (line_of(fan), "inf")
+    assert found.suspects[0].largest_input == 5e4
+
+
 class Attention(keras.layers.Layer):
     """Scores of 8 features at 5 positions, masked by `mask`."""
 

@@ -156,7 +156,13 @@ def test_arguments_that_keras_refuses(argument: dict[str, Any], message: str) ->
 
 
 def test_defaults_that_keras_accepts() -> None:
-    defaults: dict[str, Any] = {"dynamic": True, "weight_decay": None, "use_ema": False, "ema_momentum": 0.99, "clipvalue": None}
+    defaults: dict[str, Any] = {
+        "dynamic": True,
+        "weight_decay": None,
+        "use_ema": False,
+        "ema_momentum": 0.99,
+        "clipvalue": None,
+    }
     assert LossScaleOptimizer(SGD(0.5), **defaults).settings == LossScaleSettings(initial=32768.0)
 
 
@@ -564,6 +570,32 @@ def test_names_of_the_inner_optimizer() -> None:
     naive.build([keras.Variable([1.0])])
     assert naive.inner_optimizer.step_counter == "mine"
     assert int(array(naive.step_counter)) == 0
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.function")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_custom_loop_in_a_tf_function(jit_compile: bool, caplog: pytest.LogCaptureFixture) -> None:
+    import tensorflow as tf
+
+    optimizer, weight = LossScaleOptimizer(SGD(0.25), initial_scale=8.0), keras.Variable([1.0, 2.0])
+    optimizer.build([weight])
+
+    @tf.function(jit_compile=jit_compile)  # AutoGraph rewrites what it calls
+    def step(factor: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value * weight.value) * factor)
+        optimizer.apply([tape.gradient(loss, weight.value)], [weight])
+
+    logger = logging.getLogger("tensorflow")
+    logger.addHandler(caplog.handler)
+    try:
+        for factor in (1.0, INF, 1.0):
+            step(tf.constant(factor))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+    assert array(weight).tolist() == [0.25, 0.5]
+    assert state_of(optimizer) == (4.0, 1, 1)
 
 
 # ---- fit, save and load ----

@@ -6,6 +6,7 @@ what happens after a failure that skipping cannot cure.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from halfwise.keras.result import StepResult
 
 __all__ = ["Engine"]
 
+_LOG = logging.getLogger("halfwise")
 _MANY_SKIPS = 20  # more than the loss scale's whole way down takes
 _HALF = ("float16", "bfloat16")
 
@@ -305,6 +307,16 @@ class Engine:
 
     def localise(self, batch: Any) -> Diagnosis:
         """Looks for the culprit by replays of the batch that leave no trace."""
+        try:
+            return self._localised(batch)
+        except Exception as error:  # what cannot be looked into must not end a training
+            _LOG.info("the failed step could not be looked into", exc_info=True)
+            first = str(error).strip().splitlines()[:1]
+            return Diagnosis(
+                "not_reproducible", detail=f"the step could not be run again for inspection: {''.join(first)}"
+            )
+
+    def _localised(self, batch: Any) -> Diagnosis:
         half = next((name for name in _HALF if self.plan is not None and self.plan.uses(name)), "float32")
         return localise(
             self.model,

@@ -128,4 +128,4 @@ def _compiled(step: Step, model: keras.Model) -> Step:
     import tensorflow as tf
 
     jit = bool(model.jit_compile) if getattr(model, "compiled", False) else False
-    return tf.function(step, reduce_retracing=True, jit_compile=jit)
+    return tf.function(step, reduce_retracing=True, jit_compile=jit, autograph=False)

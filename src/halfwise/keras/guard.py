@@ -105,6 +105,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         self._engine: Engine | None = None
         self._execution: FitExecution | None = None
         self._loop: _Loop | None = None
+        self._before = state.Before()
         self._loaded: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -119,7 +120,7 @@ class PrecisionGuard(keras.callbacks.Callback):
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before training, and while `"auto"` gathers evidence."""
-        return self._engine.plan if self._engine is not None else None
+        return self._engine.plan if self._engine is not None else self._before.plan
 
     @property
     def profile(self) -> Profile | None:
@@ -134,22 +135,22 @@ class PrecisionGuard(keras.callbacks.Callback):
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """What the guard healed, reported or stopped, in order."""
-        return tuple(self._engine.incidents) if self._engine is not None else ()
+        return tuple(self._engine.incidents) if self._engine is not None else self._before.incidents
 
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1.0 where none is used."""
-        return self._engine.loss_scale if self._engine is not None else 1.0
+        return self._engine.loss_scale if self._engine is not None else self._before.loss_scale
 
     @property
     def steps(self) -> int:
         """How many steps there were, the skipped ones included."""
-        return self._engine.steps if self._engine is not None else 0
+        return self._engine.steps if self._engine is not None else self._before.steps
 
     @property
     def skipped_steps(self) -> int:
         """How many of the steps were skipped."""
-        return self._engine.skipped_steps if self._engine is not None else 0
+        return self._engine.skipped_steps if self._engine is not None else self._before.skipped_steps
 
     @property
     def last_step(self) -> StepResult | None:
@@ -166,7 +167,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         Raises:
             UsageError: it is no such state.
         """
-        state.check(saved)
+        self._before = state.Before.of(saved)
         self._loaded = saved
         if self._engine is not None:
             state.load_state_dict(self._engine, saved)

@@ -4,7 +4,7 @@
 gradients only before it divides them by the scale, and asks whether they are finite, not whether they can be squared.
 So 166 bad steps in a row end in NaN weights, and one finite gradient of 1e30 freezes Adam for good. Here a step is
 applied where the sum of the squares of the *unscaled* gradients is finite in float32, and the scale moves as
-`halfwise.core.loss_scale` says: that is the specification, which `_update` restates in operations of the backend.
+`halfwise.core.loss_scale` says: that is the specification, which `_move` restates in operations of the backend.
 
 A scale that is fixed at 1 is how training in float32 and bfloat16 gets the same check: nothing is multiplied, divided
 or updated but the counters, and what is saved is the state of the inner optimizer alone.
@@ -111,23 +111,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "LossScaleOptimizer(inner_optimizer) was given a loss-scale optimizer, which would divide the "
                 "gradients by its own scale as well; give its inner optimizer: optimizer.inner_optimizer"
             )
-        super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name, **kwargs)
-        self._was_asked_to_scale = self._has_said_so = False
         initial = _plain(initial_scale)
         if floor == 1.0 and isinstance(initial, int | float) and initial < floor:
             floor = max(initial, LOWEST_FLOOR)
-        self.use(
-            LossScaleSettings(
-                initial=initial,
-                floor=floor,
-                ceiling=ceiling,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=_plain(dynamic_growth_steps),
-                hysteresis=hysteresis,
-                growth_delay=growth_delay,
-            )
+        settings = LossScaleSettings(
+            initial=initial,
+            floor=floor,
+            ceiling=ceiling,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=_plain(dynamic_growth_steps),
+            hysteresis=hysteresis,
+            growth_delay=growth_delay,
         )
+        super().__init__(inner_optimizer, settings.initial, settings.growth_interval, name, **kwargs)
+        self._was_asked_to_scale = self._has_said_so = False
+        self.use(settings)
 
     @classmethod
     def of(
@@ -222,8 +221,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise UsageError("apply() must be called in a replica context: within strategy.run(...)")
         unscaled, norm = self._measured(grads, variables or self._trainable_variables)
         replica = tf.distribute.get_replica_context()
-        if (replicas := replica.num_replicas_in_sync) > 1:  # |sum of n gradients|^2 <= n times the sum of |gradient|^2
-            norm = tf.sqrt(replicas * replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.square(norm)))
+        count = replica.num_replicas_in_sync
+        if count > 1:  # |sum of n gradients|^2 <= n times the sum of |gradient|^2
+            norm = tf.sqrt(count * replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.square(norm)))
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
             sound = self._update(norm)
             ops.cond(sound, lambda: self.inner_optimizer.apply(unscaled, variables), lambda: None)
@@ -254,16 +254,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, optimizer_variables))):\n"
             "        loss = optimizer.scale_loss(loss)"
         )
-        own, inner = self._variables, _values(optimizer_variables[len(self._variables) :])
+        own, slots = self._variables, _values(optimizer_variables[len(self._variables) :])
         with keras.StatelessScope(state_mapping=list(zip(own, optimizer_variables, strict=False))) as scope:
             unscaled, norm = self._measured(list(grads), self._trainable_variables)
             sound = self._update(norm)
-        trained, inner = _either(
+        trained, new_slots = _either(
             sound,
-            lambda: self.inner_optimizer.stateless_apply(inner, unscaled, trainable_variables),
-            lambda: (_values(trainable_variables), inner),
+            lambda: self.inner_optimizer.stateless_apply(slots, unscaled, trainable_variables),
+            lambda: (_values(trainable_variables), slots),
         )
-        return trained, [scope.get_current_value(variable) for variable in own] + inner
+        return trained, [scope.get_current_value(variable) for variable in own] + new_slots
 
     def _measured(self, grads: list[Any], variables: Sequence[Any]) -> tuple[list[Any], Any]:
         """The unscaled gradients and their norm, which is not finite where they must not be applied."""

@@ -3,7 +3,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,13 +13,12 @@ from halfwise.errors import DataError
 from halfwise.workloads.keras.checkpoint import load_checkpoint, save_checkpoint
 
 X, Y = np.random.RandomState(0).rand(32, 4).astype(np.float32), np.arange(32) % 3
-PROGRESS = {"step": 4, "loss_sum": float("inf")}
 
 
 def trained(policy: str) -> tuple[keras.Model, hw.PrecisionGuard]:
     hw.set_global_policy(policy)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax", dtype="float32")])
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="first"), *model.layers])
+    head = keras.layers.Dense(3, activation="softmax", dtype="float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), head])
     hw.set_global_policy("float32")
     model.compile(optimizer=keras.optimizers.Adam(0.01), loss="sparse_categorical_crossentropy")
     guard = hw.PrecisionGuard()
@@ -28,11 +26,17 @@ def trained(policy: str) -> tuple[keras.Model, hw.PrecisionGuard]:
     return model, guard
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, guard = trained("mixed_bfloat16")
-    save_checkpoint(tmp_path / "run" / "checkpoint", model=model, guard=guard, progress=PROGRESS)
-    return tmp_path / "run" / "checkpoint"
+    target = tmp_path_factory.mktemp("saved") / "checkpoint"
+    save_checkpoint(target, model=model, guard=guard, progress={"step": 4})
+    return target
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run" / "checkpoint"))
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -99,7 +103,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_one_clear_error(checkpoint: Path, damage: str) -> None:
     name, change = DAMAGE[damage]
-    path: Any = checkpoint / name
+    path = checkpoint / name
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match="use another checkpoint"):
         load_checkpoint(checkpoint)

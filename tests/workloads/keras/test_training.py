@@ -70,8 +70,7 @@ def test_default_settings_reach_the_accuracy_that_is_promised(workload: str, pro
     assert training.run(record)["test_accuracy"] >= promised
 
 
-@pytest.mark.parametrize("loop", ["fit", "custom"])
-@pytest.mark.parametrize("workload", ["image", "text"])
+@pytest.mark.parametrize(("workload", "loop"), [("image", "fit"), ("image", "custom"), ("text", "fit")])
 def test_float32_is_keras_without_halfwise_bit_for_bit(workload: str, loop: str) -> None:
     training, record = start(workload, "run", loop=loop, seed=3, limit=100)
     results = training.run(record)
@@ -126,13 +125,12 @@ def test_a_run_leaves_a_whole_record(loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", ["fit", "custom"])
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_more_epochs_are_the_same_as_having_asked_for_them_at_once(policy: str, loop: str) -> None:
-    whole, whole_record = start("image", "whole", loop=loop, policy=policy, epochs=3, seed=5)
+def test_more_epochs_are_the_same_as_having_asked_for_them_at_once(loop: str) -> None:
+    whole, whole_record = start("text", "whole", loop=loop, policy="mixed_float16", epochs=3, seed=5)
     results = whole.run(whole_record)
-    parts, record = start("image", "parts", loop=loop, policy=policy, epochs=1, seed=5)
+    parts, record = start("text", "parts", loop=loop, policy="mixed_float16", epochs=1, seed=5)
     parts.run(record)
-    parts, record = resume("image", "parts", epochs=3, loop=loop)
+    parts, record = resume("text", "parts", epochs=3, loop=loop)
     assert parts.run(record)["test_loss"] == results["test_loss"]
     assert without_seconds(record) == without_seconds(whole_record)
     assert same_weights(parts.model, whole.model)
@@ -145,9 +143,9 @@ def test_more_epochs_are_the_same_as_having_asked_for_them_at_once(policy: str, 
 
 @pytest.mark.parametrize("loop", ["fit", "custom"])
 def test_a_finished_run_gives_the_same_summary_again(loop: str) -> None:
-    training, record = start("image", "run", loop=loop, policy="mixed_float16", epochs=1)
+    training, record = start("text", "run", loop=loop, policy="mixed_float16", epochs=1)
     first = finish(training, record, training.run(record))
-    training, record = resume("image", "run")
+    training, record = resume("text", "run")
     second = finish(training, record, training.run(record))
     assert len(record.metrics()) == 3
     for name in ("plan", "loss_scale", "skipped_steps", "test_accuracy", "steps"):
@@ -180,26 +178,26 @@ def test_a_custom_loop_goes_on_within_an_epoch() -> None:
 
 @pytest.mark.parametrize("loop", ["fit", "custom"])
 def test_auto_keeps_its_evidence_over_a_resume(loop: str) -> None:
-    training, record = start("image", "run", loop=loop, policy="auto", limit=64, batch_size=16)
+    training, record = start("text", "run", loop=loop, policy="auto", limit=64, batch_size=16)
     first = finish(training, record, training.run(record))
     evidence = Profile.load(record.profile_path)
-    training, record = resume("image", "run", epochs=3)
+    training, record = resume("text", "run", epochs=3)
     second = finish(training, record, training.run(record))
     assert first["format_times"].keys() == {"bfloat16", "float16"}
     assert second["format_times"] == first["format_times"]
     assert second["plan"] == first["plan"]
-    assert [layer["name"] for layer in second["plan"]["layers"]] == ["conv", "hidden", "head"]
+    assert [layer["name"] for layer in second["plan"]["layers"]] == ["embedding", "head"]
     later = Profile.load(record.profile_path)
-    assert later.get("conv", "activation") == evidence.get("conv", "activation")
+    assert later.get("embedding", "activation") == evidence.get("embedding", "activation")
 
 
 @pytest.mark.parametrize("loop", ["fit", "custom"])
 def test_auto_that_had_too_few_steps_gathers_anew(loop: str) -> None:
-    training, record = start("image", "run", loop=loop, policy="auto", limit=32, epochs=2)
+    training, record = start("text", "run", loop=loop, policy="auto", limit=32, epochs=2)
     assert finish(training, record, training.run(record))["plan"] is None
-    training, record = resume("image", "run", epochs=6)
+    training, record = resume("text", "run", epochs=6)
     plan = finish(training, record, training.run(record))["plan"]
-    assert len(plan["layers"]) == 3
+    assert len(plan["layers"]) == 2
     assert [row["step"] for row in record.metrics()] == list(range(6))
 
 
@@ -219,7 +217,7 @@ def test_a_plan_is_followed_and_one_for_another_model_refused() -> None:
 
 
 def test_comparison_leaves_the_training_alone() -> None:
-    training, record = start("image", "run", policy="mixed_float16", network="small", epochs=1)
+    training, record = start("text", "run", policy="mixed_float16", epochs=1)
     training.run(record)
     weights, state = training.model.get_weights(), training.guard.state_dict()
     pair = compare_with_float32(training, pairs=4)
@@ -232,7 +230,7 @@ def test_comparison_leaves_the_training_alone() -> None:
 
 @pytest.mark.parametrize("loop", ["fit", "custom"])
 def test_a_run_that_the_guard_stops_keeps_its_record(loop: str) -> None:
-    training, record = start("image", "run", loop=loop, learning_rate=1e30, limit=320)
+    training, record = start("image", "run", loop=loop, learning_rate=1e30, limit=320, network="small")
     with pytest.raises(TrainingStopped, match="not a precision problem"):
         training.run(record)
     assert record.events()[-1].kind == "stopped"

@@ -1,4 +1,4 @@
-"""What halfwise does in TensorFlow's own terms. All but `trace` has its twin in `jax.py` and `torch.py`."""
+"""What halfwise does in TensorFlow's own terms. Each function but `trace` has its twin in `jax.py` and `torch.py`."""
 
 from __future__ import annotations
 

@@ -53,17 +53,20 @@ class Origin(NamedTuple):
         """What came out: the output, or the worst of the gradients."""
         if self.direction == "forward" and self.record.output is not None:
             return self.record.output
-        sent = [given.gradient for given in self.record.inputs if given.gradient is not None]
         arrived = self.record.arrived
+        if arrived is not None and arrived.beyond():  # a sum of sound gradients
+            return arrived
+        sent = [given.gradient for given in self.record.inputs if given.gradient is not None]
         bad = [gradient for gradient in sent if gradient.beyond()] or sorted(sent, key=lambda g: -g.largest)
-        return bad[0] if bad else arrived if arrived is not None else Extent(math.nan, math.nan, "")
+        return bad[0] if bad else Extent(math.nan, math.nan, "")
 
     @property
     def largest_input(self) -> float:
         """The largest finite magnitude among what the operation worked on."""
         extents = [given.extent for given in self.record.inputs]
-        if self.direction == "backward" and self.record.arrived is not None:
-            extents.append(self.record.arrived)
+        arrived = self.record.arrived
+        if self.direction == "backward" and arrived is not None:
+            extents = _sent_to(self.records, self.record) if arrived.beyond() else [*extents, arrived]
         return max((extent.largest_finite for extent in extents), default=0.0)
 
     @property
@@ -134,11 +137,12 @@ def backward_origins(records: Sequence[Record], limit: float = math.inf) -> list
         and not record.arrived.beyond(limit)
         and any(given.gradient is not None and given.gradient.beyond(limit) for given in record.inputs)
     ]
+    beyond = [r for r in ordered if not r.layer and r.arrived is not None and r.arrived.beyond(limit)]
+    sent = {record.index: _sent_to(records, record) for record in beyond}
+    made += [r for r in beyond if sent[r.index] and not any(gradient.beyond(limit) for gradient in sent[r.index])]
     inner = [record for record in made if not any(record.index in other.inside for other in made)]
-    if not inner:
-        summed = [r for r in ordered if r.arrived is not None and r.arrived.beyond(limit) and not r.layer]
-        inner = [r for r in summed if not any(g.beyond(limit) for g in _sent_to(records, r))][:1]
-    return [Origin(record, "backward", records) for record in inner]
+    inner = inner or [record for record in beyond if not sent[record.index]][:1]  # unseen code sent it
+    return [Origin(record, "backward", records) for record in sorted(inner, key=lambda r: r.turn)]
 
 
 def reads_from_outside(origin: Origin) -> bool:
