@@ -311,10 +311,8 @@ class Engine:
             return self._localised(batch)
         except Exception as error:  # what cannot be looked into must not end a training
             _LOG.info("the failed step could not be looked into", exc_info=True)
-            first = str(error).strip().splitlines()[:1]
-            return Diagnosis(
-                "not_reproducible", detail=f"the step could not be run again for inspection: {''.join(first)}"
-            )
+            what = "".join(str(error).strip().splitlines()[:1])
+            return Diagnosis("not_reproducible", detail=f"the step could not be inspected: {what}")
 
     def _localised(self, batch: Any) -> Diagnosis:
         half = next((name for name in _HALF if self.plan is not None and self.plan.uses(name)), "float32")
