@@ -286,11 +286,11 @@ def test_a_sum_of_gradients_that_overflows_is_the_shared_tensors() -> None:
         return shared * 1.0 + shared * 1.0
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), Layer(fan, name="fan")])
-    found = find(model, ONES, loss=lambda y, output: ops.sum(ops.cast(output, "float32") * 1e5, axis=-1))
+    found = find(model, ONES, loss=lambda y, output: ops.sum(ops.cast(output, "float32") * 98304.0, axis=-1))
     assert found.verdict == "overflow_at_every_scale"
     assert (found.module, found.operation, found.direction) == ("fan", "multiply", "backward")
     assert (found.source, found.suspects[0].found) == (line_of(fan), "inf")
-    assert found.suspects[0].largest_input == 5e4
+    assert found.suspects[0].largest_input == 49152.0
 
 
 class Attention(keras.layers.Layer):

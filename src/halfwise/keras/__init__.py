@@ -32,6 +32,7 @@ from halfwise.core.plan import Plan, Rule
 from halfwise.core.timing import TimingTable
 from halfwise.errors import TrainingStopped
 from halfwise.keras.apply import AppliedPlan, apply
+from halfwise.keras.convert import conversion_account, to_precision
 from halfwise.keras.diagnose import diagnose
 from halfwise.keras.guard import PrecisionGuard
 from halfwise.keras.loss_scale import LossScaleOptimizer
@@ -56,6 +57,7 @@ __all__ = [
     "TrainingStopped",
     "Watch",
     "apply",
+    "conversion_account",
     "diagnose",
     "global_policy",
     "load_model",
@@ -65,5 +67,6 @@ __all__ = [
     "save_model",
     "set_global_policy",
     "step",
+    "to_precision",
     "watch",
 ]

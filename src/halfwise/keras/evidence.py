@@ -23,10 +23,9 @@ from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.measure import LayerTimer
 from halfwise.keras.names import routes
 from halfwise.keras.optimizer import UNSCALED
-from halfwise.keras.probe import _attribute as attribute
-from halfwise.keras.probe import _put_back as put_back
 from halfwise.keras.probe import tapped_layers
 from halfwise.keras.profile import Recorder
+from halfwise.keras.restore import attribute, put_back
 
 __all__ = ["Evidence", "Trial", "set_by_hand"]
 

@@ -23,7 +23,7 @@ from halfwise.keras.engine import Engine
 from halfwise.keras.execution import FitExecution, LoopExecution, put_model_state
 from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.optimizer import UNSCALED, set_optimizer
-from halfwise.keras.probe import _as_in_fit as as_in_fit
+from halfwise.keras.probe import as_in_fit
 from halfwise.keras.result import StepResult
 from halfwise.keras.start import begin_engine, build
 from halfwise.keras.training_step import OwnStep

@@ -18,7 +18,7 @@ from halfwise.keras.evidence import Evidence, set_by_hand
 from halfwise.keras.guarded_step import Step
 from halfwise.keras.names import named_layers
 from halfwise.keras.policy import undecided_layers
-from halfwise.keras.probe import _as_in_fit as as_in_fit
+from halfwise.keras.probe import as_in_fit
 from halfwise.keras.training_step import OwnStep
 from halfwise.keras.validate import check_model
 
@@ -98,4 +98,6 @@ def _batches(x: Any, y: Any, sample_weight: Any, size: int) -> Iterator[tuple[An
 
 def _is_rows(x: Any) -> bool:
     """True for arrays and structures of arrays, False for data sets that yield batches."""
+    if isinstance(x, list) and x and all(isinstance(batch, tuple) for batch in x):
+        return False
     return all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in keras.tree.flatten(x))

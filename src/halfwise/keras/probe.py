@@ -223,6 +223,3 @@ def as_in_fit(array: Any) -> Any:
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
         return array
     return keras.ops.convert_to_tensor(array, dtype=keras.config.floatx() if array.dtype.kind == "f" else None)
-
-
-_as_in_fit, _attribute, _put_back = as_in_fit, attribute, put_back  # the names that others import still

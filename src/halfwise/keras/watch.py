@@ -15,6 +15,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
 import keras
+import numpy as np
 
 from halfwise.core.diagnosis import Diagnosis
 from halfwise.core.guard import GuardState, Observation, observe
@@ -160,10 +161,10 @@ class Watch:
         """`(sum of the losses so far, loss scale)`; NaN where there is none."""
         model = self._model
         tracker, optimizer = model._loss_tracker, model.optimizer
-        scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and optimizer.built
+        scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if state is None:
-            scale = optimizer.dynamic_scale if scaled else math.nan
-            return _number(tracker.total if tracker.built else 0.0), _number(scale)
+            scale = (optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale) if scaled else math.nan
+            return _number(tracker.total), _number(scale)
         total = state[3][[id(v) for v in model.metrics_variables].index(id(tracker.total))]
         if not scaled:
             return _number(total), math.nan
@@ -201,6 +202,9 @@ class Watch:
             half_format=half,
             state=state,
         )
+        if diagnosis.verdict == "nonfinite_parameters" and not all(map(_is_finite, keras.tree.flatten(batch))):
+            detail = "the batch holds NaN or inf, which the optimizer wrote into the weights"
+            diagnosis = Diagnosis("nonfinite_input", detail=detail, fix=("# hw.PrecisionGuard() skips such steps",))
         self._rest_until, self._rest = self.steps + self._rest, 10 * self._rest
         self.diagnoses.append(diagnosis)
         self._say(diagnosis.text(), (diagnosis.verdict, diagnosis.module, diagnosis.operation, diagnosis.source))
@@ -257,6 +261,11 @@ def _patched(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Gives the object an attribute of its own; what comes back takes it away again."""
     owner.__dict__[name] = value
     return lambda: owner.__dict__.pop(name, None)
+
+
+def _is_finite(array: Any) -> bool:
+    values = None if array is None else keras.ops.convert_to_numpy(array)
+    return values is None or values.dtype.kind not in "fV" or bool(np.isfinite(values.astype("float32")).all())
 
 
 def _number(value: Any) -> float:

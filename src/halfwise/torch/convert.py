@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from halfwise.core.conversion import Loss
 from halfwise.core.formats import get_format, round_to
 from halfwise.errors import UsageError
 
-__all__ = ["Loss", "conversion_account", "to_precision"]
+__all__ = ["conversion_account", "to_precision"]
 
 Convertible = TypeVar("Convertible", bound=Tensor | nn.Module | Mapping[str, Any])
 
@@ -25,23 +25,6 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What a tensor loses by conversion.
-
-    Attributes:
-        elements: how many values there are.
-        overflowed: finite values that the format cannot hold: they become inf, or NaN in a format without inf.
-        underflowed: non-zero values that become zero.
-        relative_error: 2-norm of the change divided by the 2-norm of the values, over values that stay finite.
-    """
-
-    elements: int
-    overflowed: int
-    underflowed: int
-    relative_error: float
 
 
 def to_precision(value: Convertible, format_name: str) -> Convertible:

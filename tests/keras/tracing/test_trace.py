@@ -94,7 +94,6 @@ def _text() -> tuple[keras.Model, Array, Array]:
     tokens = keras.Input((6,), dtype="int32")
     h = layers.Embedding(11, 8, mask_zero=True)(tokens)
     h = layers.SimpleRNN(6, return_sequences=True)(h)
-    h = layers.MultiHeadAttention(2, 4)(h, h)
     h = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(h))
     x = RANDOM.integers(0, 11, (3, 6)).astype("int32")
     return keras.Model(tokens, layers.Dense(2)(h)), x, RANDOM.normal(size=(3, 2)).astype("float32")

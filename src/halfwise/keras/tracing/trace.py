@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Self
 import keras
 import numpy as np
 from keras import Layer
-from keras.src.backend.common.tensor_attributes import get_tensor_attr, set_tensor_attr
 
 from halfwise.keras.names import named_layers, whole
 from halfwise.keras.probe import probe, tap
@@ -26,9 +25,6 @@ from halfwise.keras.tracing.places import NOWHERE, Place, line_here
 from halfwise.keras.tracing.records import UNKNOWN, WEIGHT, Input, Record, is_intended
 
 __all__ = ["Trace"]
-
-_HUNG_ON = ("_keras_mask", "_keras_logits")
-"""What Keras keeps on tensor objects: masks, and for losses the logits behind probabilities."""
 
 
 class _Known(NamedTuple):
@@ -187,10 +183,6 @@ class Trace:
         tapped = tap(leaf, values.append, gradient)
         if not values:
             return leaf, None
-        if tapped is not leaf:
-            for name in _HUNG_ON:
-                if (kept := get_tensor_attr(leaf, name)) is not None:
-                    set_tensor_attr(tapped, name, kept)
         return tapped, values[0]
 
     def _producer(self, leaf: Any, default: int) -> int:
