@@ -94,6 +94,14 @@ def test_auto_that_chose_float32_gives_the_measured_ratios_and_reasons() -> None
         assert part in text
 
 
+def test_texts_are_called_so_and_keras_is_named_with_its_backend() -> None:
+    data = {"name": "sotu", "train": 4800, "test": 1200, "words": 60, "vocabulary": 10_000, "classes": 2}
+    keras = {"workload": "text", "framework": "keras", "backend": "jax", "network": "embedding_bag", "data": data}
+    text = words(shown({**SUMMARY, **keras}, 200))
+    assert "Test accuracy 0.9833 on 1,200 texts never trained on" in text
+    assert "embedding_bag on sotu, Keras on jax, seed 0" in text
+
+
 def test_auto_that_had_too_few_steps_says_so() -> None:
     text = words(shown({**SUMMARY, "plan": None, "format_times": {}}, 200))
     assert 'float32, too few steps for "auto" to gather its evidence' in text
