@@ -14,7 +14,7 @@ import halfwise.keras as hw
 from halfwise.workloads.text_data import load_texts
 
 
-class TextClassifier(keras.Model):
+class TextClassifier(keras.Model):  # type: ignore[misc]
     def __init__(self, words: int) -> None:
         super().__init__()
         self.embedding = keras.layers.Embedding(words, 64, mask_zero=True)

@@ -106,7 +106,7 @@ def test_a_head_that_teaches_nothing(targets: str) -> None:
         y, loss = np.eye(3, dtype="float32")[y], "categorical_crossentropy"
     model = _classifier(18.0, activation="softmax")
     found = diagnose(model, X, y, loss=loss, loss_scale=1.0)
-    assert not found.healthy
+    assert found.verdict == "gradient_vanishes"
     assert (found.module, found.operation, found.direction, found.dtype) == ("head", "softmax", "backward", "float16")
     assert "2 of 4 samples are misclassified and get a gradient of exactly 0" in found.detail
     assert any("from_logits=True" in line for line in found.fix)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 __all__ = ["VERDICTS", "Diagnosis", "Direction", "Incident", "Suspect", "Verdict"]
 
 Verdict = Literal[
+    "gradient_vanishes",
     "healthy",
     "loss_scale_settling",
     "loss_scale_too_high",
@@ -25,6 +26,7 @@ Verdict = Literal[
 Direction = Literal["forward", "backward", ""]
 
 VERDICTS: Mapping[Verdict, str] = {
+    "gradient_vanishes": "a gradient is exactly 0 where the loss is large: nothing is learned from such samples",
     "healthy": "the step is healthy",
     "loss_scale_settling": "steps are skipped while the loss scale settles: healthy",
     "loss_scale_too_high": "gradients overflow only because of the loss scale: a lower one cures it",

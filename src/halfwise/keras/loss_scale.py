@@ -78,7 +78,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         2.0
         >>> for gradient in (4.0, float("inf")):
         ...     optimizer.apply([keras.ops.array(gradient)], [weight])
-        >>> float(weight), float(optimizer.dynamic_scale), int(optimizer.skipped_steps)
+        >>> weight.numpy().item(), float(optimizer.dynamic_scale), int(optimizer.skipped_steps)
         (0.5, 2.0, 1)
     """
 

@@ -13,13 +13,12 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from halfwise.core.diagnosis import Diagnosis, Suspect, Verdict
+from halfwise.core.diagnosis import Diagnosis, Suspect
 from halfwise.keras.names import named_layers
 from halfwise.keras.probe import Observer, probe, to_numpy
 
 __all__ = ["vanished_gradients"]
 
-_VERDICT: Verdict = "overflow_at_every_scale"
 _WRONG = 0.5  # a sample whose true class is less likely than this has something to learn
 
 
@@ -50,7 +49,7 @@ def vanished_gradients(
         if dead:
             name = type(layers[path]).__name__
             return Diagnosis(
-                _VERDICT,
+                "gradient_vanishes",
                 suspects=(Suspect(path, "softmax", "backward", "", half_format, "0", 0.0, name),),
                 detail=f"{dead} of {rows} samples are misclassified and get a gradient of exactly 0: the probabilities "
                 f"of the head {path!r} round to 0 in {half_format}",
