@@ -26,7 +26,7 @@ from halfwise.errors import TrainingStopped
 from halfwise.keras.apply import AppliedPlan, applied_plan, forget_compiled_code
 from halfwise.keras.evidence import Evidence, set_by_hand
 from halfwise.keras.execution import Execution
-from halfwise.keras.guarded_step import VITALS, Vitals, read_vitals
+from halfwise.keras.guarded_step import BEFORE, VITALS, Vitals, read_vitals
 from halfwise.keras.heads import half_heads, half_heads_text
 from halfwise.keras.localise import localise
 from halfwise.keras.loss_scale import LossScaleOptimizer
@@ -110,6 +110,7 @@ class Engine:
         self._skips_in_a_row = 0
         self._logs: dict[str, Any] = {}
         self._before = self.scale
+        self._batch: Any = None
         self._undecided = undecided
         self.evidence: Evidence | None = None
         if plan is None:
@@ -245,7 +246,7 @@ class Engine:
         incident, retries = None, 0
         if judge(self, attempt) == "localise":
             try:
-                attempt, incident, retries = heal(self, batch, attempt)
+                attempt, incident, retries = heal(self, self._batch, attempt)
             except TrainingStopped:
                 self._ended(attempt, None, retries)
                 raise
@@ -254,17 +255,21 @@ class Engine:
         used_scale = self._before.scale if self.scaled else 1.0
         self._ended(attempt, incident, retries, used_scale)
         if self.evidence is not None and self.evidence.complete:
-            self._decide(self.evidence, batch)
+            self._decide(self.evidence, self._batch)
         logs = self._logs if attempt.sound else {**self._logs, **self._metrics()}
         return {**logs, "loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}, self.state
 
     def _attempt(self, batch: Any) -> _Attempt:
-        logs, self.state = self.execution.run(batch, self.state)
+        logs, self.state, self._batch = self.execution.run(batch, self.state)
         vitals = read_vitals(logs.pop(VITALS))
-        self._logs = logs
-        self._before = vitals.before
         attempt = _Attempt(vitals)
-        self.scale = update(self.optimizer.settings, vitals.before, not attempt.sound) if self.scaled else self.scale
+        before = logs.pop(BEFORE, None)
+        if before is not None and not attempt.sound:
+            self.execution.undo(before)
+        self._logs = logs
+        if vitals.before is not None:
+            self._before = vitals.before
+            self.scale = update(self.optimizer.settings, vitals.before, not attempt.sound)
         return attempt
 
     def _ended(self, attempt: _Attempt, incident: Incident | None, retries: int, used_scale: float = 1.0) -> None:

@@ -148,7 +148,7 @@ class Trial:
                 slots = [variable.value for variable in self._optimizer.variables]
                 state = (state[0], state[1], slots, state[3])
             start = time.perf_counter()
-            logs, _ = execution.run(self._batch, state)
+            logs, *_ = execution.run(self._batch, state)
             vitals = read_vitals(logs[VITALS])
             seconds = time.perf_counter() - start
         return vitals.loss, seconds

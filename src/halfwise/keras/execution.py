@@ -6,15 +6,24 @@ runs, and the model's own variables are empty meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
 
-from halfwise.keras.guarded_step import Step, guarded
+from halfwise.keras.guarded_step import BATCH, GuardedStep, Step
 from halfwise.keras.loss_scale import LossScaleOptimizer
 
-__all__ = ["Execution", "FitExecution", "LoopExecution", "model_state", "put_model_state"]
+__all__ = ["Execution", "FitExecution", "LoopExecution", "Next", "model_state", "put_model_state"]
+
+_BACKEND = keras.backend.backend()
+
+
+class Next:
+    """In place of a batch: whatever the iterator yields next, drawn within the compiled step."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
 
 
 class Execution(Protocol):
@@ -29,8 +38,11 @@ class Execution(Protocol):
     def compile(self, optimizer: LossScaleOptimizer) -> None:
         """Makes the compiled function anew: after a change of precision or of the loss scale's settings."""
 
-    def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any]:
-        """`(logs, state)` of one batch; `state` is None but for `fit` on JAX."""
+    def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any, Any]:
+        """`(logs, state, batch)`; `state` is None but for `fit` on JAX."""
+
+    def undo(self, before: Sequence[Any]) -> None:
+        """Puts back what a step that was not sound had changed."""
 
 
 class FitExecution:
@@ -47,21 +59,50 @@ class FitExecution:
         self._earlier = model.__dict__.get("train_step")
         self.step: Step = model.train_step
         self._inner: Any = None
+        self._guarded: GuardedStep | None = None
+
+    @property
+    def draws(self) -> bool:
+        """True where the compiled step can draw its batch itself, which saves a call into TensorFlow for each step."""
+        model = self._model
+        return _BACKEND == "tensorflow" and not (
+            model.steps_per_execution > 1 or model.jit_compile or model.run_eagerly or model._distribute_strategy
+        )
 
     def compile(self, optimizer: LossScaleOptimizer) -> None:
         """Has Keras make the train function anew around the guarded step."""
         model = self._model
-        model.__dict__["train_step"] = guarded(self.step, model, optimizer)
+        self._guarded = GuardedStep(self.step, model, optimizer, gives_batch=self.draws)
+        model.__dict__["train_step"] = self._guarded
         model.make_train_function(force=True)
         self._inner = model.train_function
         model.train_function = self._train_function
 
-    def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any]:
-        """`(logs, state)` of one batch, as the iterator of the epoch gave it."""
-        if keras.backend.backend() == "jax":
+    def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any, Any]:
+        """`(logs, state, batch)` of one batch, as the iterator of the epoch gave it, or of the `Next` one."""
+        if _BACKEND == "jax":
             logs, state = self._inner(state, iter([batch]))
-            return logs, state
-        return self._inner([batch] if keras.backend.backend() == "torch" else iter([batch])), state
+            return logs, state, batch
+        if _BACKEND == "torch":
+            return self._inner([batch]), state, batch
+        logs = dict(self._drawn(batch) if isinstance(batch, Next) else self._inner(iter([batch])))
+        leaves = logs.pop(BATCH, None)
+        if leaves is not None and self._guarded is not None:
+            batch = self._guarded.batch(leaves)
+        return logs, state, batch
+
+    def _drawn(self, batch: Next) -> Any:
+        import tensorflow as tf
+
+        try:
+            return self._inner(batch.iterator)
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def undo(self, before: Sequence[Any]) -> None:
+        """Puts back what a step that was not sound had changed."""
+        assert self._guarded is not None
+        self._guarded.undo(before)
 
     def end(self) -> None:
         """Gives the model its own `train_step` back."""
@@ -78,24 +119,31 @@ class LoopExecution:
         self._model = model
         self.step = step
         self._function: Step | None = None
+        self._guarded: GuardedStep | None = None
         self._optimizer: LossScaleOptimizer | None = None
 
     def compile(self, optimizer: LossScaleOptimizer) -> None:
         """Makes the compiled function anew."""
         self._optimizer = optimizer
-        self._function = _compiled(guarded(self.step, self._model, optimizer), self._model)
+        self._guarded = GuardedStep(self.step, self._model, optimizer)
+        self._function = _compiled(self._guarded, self._model)
 
-    def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any]:
-        """`(logs, state)` of one batch; without a state the model's own variables are used and updated."""
+    def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any, Any]:
+        """`(logs, state, batch)`; without a state the model's own variables are used and updated."""
         assert self._function is not None
-        if keras.backend.backend() != "jax":
-            return self._function(batch), state
+        if _BACKEND != "jax":
+            return dict(self._function(batch)), state, batch
         if state is not None:
-            logs, after = self._function(state, batch)
-            return logs, after
+            logs, state = self._function(state, batch)
+            return logs, state, batch
         logs, after = self._function(model_state(self._model, self._optimizer), batch)
         put_model_state(self._model, self._optimizer, after)
-        return logs, None
+        return logs, None, batch
+
+    def undo(self, before: Sequence[Any]) -> None:
+        """Puts back what a step that was not sound had changed."""
+        assert self._guarded is not None
+        self._guarded.undo(before)
 
 
 def model_state(model: keras.Model, optimizer: keras.optimizers.Optimizer | None) -> Any:
@@ -114,18 +162,18 @@ def _groups(model: keras.Model, optimizer: keras.optimizers.Optimizer | None) ->
     yield model.trainable_variables
     yield model.non_trainable_variables
     yield optimizer.variables if optimizer is not None else []
-    yield model.metrics_variables if getattr(model, "compiled", False) else []
+    yield model.metrics_variables if model.compiled else []
 
 
 def _compiled(step: Step, model: keras.Model) -> Step:
     """`step` compiled as Keras would compile a train step: on torch it runs as it is."""
-    if getattr(model, "run_eagerly", False) or keras.backend.backend() == "torch":
+    if getattr(model, "run_eagerly", False) or _BACKEND == "torch":
         return step
-    if keras.backend.backend() == "jax":
+    if _BACKEND == "jax":
         import jax
 
-        return jax.jit(step)
+        return jax.jit(lambda state, batch: step(state, batch))
     import tensorflow as tf
 
-    jit = bool(model.jit_compile) if getattr(model, "compiled", False) else False
-    return tf.function(step, reduce_retracing=True, jit_compile=jit, autograph=False)
+    jit = bool(model.jit_compile) if model.compiled else False
+    return tf.function(lambda batch: step(batch), reduce_retracing=True, jit_compile=jit, autograph=False)

@@ -20,7 +20,7 @@ from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
 from halfwise.keras import state
 from halfwise.keras.engine import Engine
-from halfwise.keras.execution import FitExecution, LoopExecution, put_model_state
+from halfwise.keras.execution import FitExecution, LoopExecution, Next, put_model_state
 from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.optimizer import UNSCALED, set_optimizer
 from halfwise.keras.probe import as_in_fit
@@ -277,21 +277,31 @@ class PrecisionGuard(keras.callbacks.Callback):
         try:
             for number in range(self._model.steps_per_execution):
                 try:
-                    batch = next(batches)
+                    batch = self._drawn(batches)
+                    if self._engine is None:
+                        self._begin(batch)
+                    assert self._engine is not None
+                    logs, model_state = self._engine.run(batch, model_state)
                 except StopIteration:
                     if number == 0:
                         raise
                     break
-                if self._engine is None or not self._at_work:
-                    self._begin(batch)
-                assert self._engine is not None
-                logs, model_state = self._engine.run(batch, model_state)
         except StopIteration:
             raise
         except BaseException:
             self._rescue(model_state if self._engine is None else self._engine.state)
             raise
         return (logs, model_state) if stateless else logs
+
+    def _drawn(self, batches: Any) -> Any:
+        """The next batch; where nobody needs to see it before the step, the step draws it itself."""
+        assert self._execution is not None
+        if self._engine is not None and self._engine.evidence is None and self._execution.draws:
+            import tensorflow as tf
+
+            if isinstance(batches, tf.data.Iterator):
+                return Next(batches)
+        return next(batches)
 
     def _rescue(self, model_state: Any) -> None:
         """After an error: the model gets its variables, which on JAX `fit` has, and everything else back."""

@@ -1,14 +1,16 @@
 """A training step that leaves no trace when it is skipped, and says how it went.
 
-The optimizer leaves weights and moments alone when the gradients are not sound. What a step changes besides (moving
-statistics, seeds, metrics) is put back here, within the same compiled function: no batch has to be kept, and nothing
-waits for the host. A step has the signature of Keras' `train_step`: `step(data) -> logs` on TensorFlow and torch,
-`step(state, data) -> (logs, state)` on JAX.
+The optimizer leaves weights and moments alone when the gradients are not sound. What a step changes besides is moving
+statistics, seeds and metrics. On JAX the step itself returns the old values then. On TensorFlow and torch it hands
+them out, which costs nothing, and `undo` puts them back, which is rare.
+
+A step has the signature of Keras' `train_step`: `step(data) -> logs` on TensorFlow and torch, `step(state, data) ->
+(logs, state)` on JAX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,14 @@ from keras import ops
 from halfwise.core.loss_scale import LossScaleState
 from halfwise.keras.loss_scale import LossScaleOptimizer
 
-__all__ = ["VITALS", "Step", "Vitals", "guarded", "is_sound", "kept_variables", "read_vitals"]
+__all__ = ["BATCH", "BEFORE", "VITALS", "GuardedStep", "Step", "Vitals", "read_vitals"]
 
-VITALS = "_halfwise"
-"""Under this key the logs of a guarded step hold a float32 vector, which `read_vitals` understands."""
+VITALS, BEFORE, BATCH = "_halfwise_vitals", "_halfwise_before", "_halfwise_batch"
+"""Keys in the logs of a guarded step: a float32 vector for `read_vitals`, values for `undo`, leaves for `batch`."""
 
 Step = Callable[..., Any]
+
+_BACKEND = keras.backend.backend()
 
 
 @dataclass(frozen=True)
@@ -33,35 +37,87 @@ class Vitals:
     Attributes:
         loss: the loss, not scaled.
         grad_norm: the 2-norm over all gradients, unscaled; not finite where the step is not sound.
-        before: the loss scale's state before the step.
+        before: the loss scale's state before the step; None where the scale is fixed.
     """
 
     loss: float
     grad_norm: float
-    before: LossScaleState
-
-
-def guarded(step: Step, model: keras.Model, optimizer: LossScaleOptimizer) -> Step:
-    """`step` with what it changed put back where its gradients are not sound, and with `VITALS` in its logs.
-
-    Args:
-        step: one that goes through `optimizer` exactly once.
-        model: the model that it trains.
-        optimizer: built.
-    """
-    return (_stateless if keras.backend.backend() == "jax" else _stateful)(step, model, optimizer)
+    before: LossScaleState | None
 
 
 def read_vitals(vector: Any) -> Vitals:
     """Brings the vector to the host: the one time that a step waits for the device."""
-    numbers = keras.ops.convert_to_numpy(vector)
-    norm, total, count, scale, tracker, hysteresis = (float(number) for number in numbers)
-    loss = total / count if count else total
-    before = LossScaleState(scale=scale, growth_tracker=int(tracker), hysteresis_left=int(hysteresis))
-    return Vitals(loss=loss, grad_norm=norm, before=before)
+    norm, total, count, *scale = ops.convert_to_numpy(vector).tolist()
+    before = None
+    if scale:
+        before = LossScaleState(scale=scale[0], growth_tracker=int(scale[1]), hysteresis_left=int(scale[2]))
+    return Vitals(loss=total / count if count else total, grad_norm=norm, before=before)
 
 
-def kept_variables(model: keras.Model) -> list[keras.Variable]:
+class GuardedStep:
+    """`step`, guarded. Call it as the step is called, eagerly or within a compiled function.
+
+    Args:
+        step: one that goes through `optimizer` exactly once.
+        model: the model that it trains, built.
+        optimizer: built.
+        gives_batch: the logs hold the batch too, under `BATCH`.
+    """
+
+    def __init__(
+        self, step: Step, model: keras.Model, optimizer: LossScaleOptimizer, *, gives_batch: bool = False
+    ) -> None:
+        self._step = step
+        self._model = model
+        self._optimizer = optimizer
+        self._gives_batch = gives_batch
+        tracker = getattr(model, "_loss_tracker", None)
+        self._sums = [] if tracker is None else [tracker.total, tracker.count]
+        scale = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.hysteresis_left]
+        self._scale = [] if optimizer.transparent else scale
+        self._batch_like: Any = None
+        self._kept = _kept_variables(model)
+        self.__name__ = getattr(step, "__name__", "guarded_step")
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._stateless(*arguments) if _BACKEND == "jax" else self._stateful(*arguments)
+
+    def undo(self, before: Sequence[Any]) -> None:
+        """Puts back what a step that was not sound had changed: `before` is what its logs held under `BEFORE`."""
+        for variable, value in zip(self._kept, before, strict=False):
+            variable.assign(value)
+        if _BACKEND == "torch":
+            _put_generators(before[len(self._kept) :])
+
+    def batch(self, leaves: Sequence[Any]) -> Any:
+        """The batch: `leaves` is what the logs held under `BATCH`, as TensorFlow can hand it out."""
+        given = iter(leaves)
+        return keras.tree.map_structure(lambda none: None if none else next(given), self._batch_like)
+
+    def _stateful(self, data: Any) -> dict[str, Any]:
+        copied = _values(self._kept)
+        sums, scale = _values(self._sums), _values(self._scale)
+        extra = {BEFORE: (*copied, *(_generators() if _BACKEND == "torch" else ()))}
+        if self._gives_batch:
+            self._batch_like = keras.tree.map_structure(lambda leaf: leaf is None, data)
+            extra[BATCH] = tuple(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+        logs = dict(self._step(data))
+        seen = _loss(logs, sums, [variable.value for variable in self._sums])
+        return {**logs, **extra, VITALS: _vector(self._optimizer.gradient_norm.value, *seen, *scale)}
+
+    def _stateless(self, state: Any, data: Any) -> tuple[dict[str, Any], Any]:
+        _, kept, slots, metrics = state
+        logs, (weights, new_kept, new_slots, new_metrics) = self._step(state, data)
+        places = _places(self._sums, self._model.metrics_variables) if self._sums else []
+        seen = _loss(logs, [metrics[i] for i in places], [new_metrics[i] for i in places])
+        scale = [slots[i] for i in _places(self._scale, self._optimizer.variables)]
+        norm = new_slots[_places([self._optimizer.gradient_norm], self._optimizer.variables)[0]]
+        sound = ops.isfinite(norm)
+        new_kept, new_metrics = _chosen(sound, new_kept, kept), _chosen(sound, new_metrics, metrics)
+        return {**logs, VITALS: _vector(norm, *seen, *scale)}, (weights, new_kept, new_slots, new_metrics)
+
+
+def _kept_variables(model: keras.Model) -> list[keras.Variable]:
     """What a step changes besides weights and optimizer: moving statistics, seeds, metrics. Frozen weights are none."""
     found: dict[int, keras.Variable] = {}
     for layer in model._flatten_layers():
@@ -69,81 +125,24 @@ def kept_variables(model: keras.Model) -> list[keras.Variable]:
             found[id(variable)] = variable
         for generator in layer._seed_generators:
             found[id(generator.state)] = generator.state
-    if isinstance(model, keras.Model):
-        for variable in model.metrics_variables:
-            found[id(variable)] = variable
+    for variable in model.metrics_variables if model.compiled else ():
+        found[id(variable)] = variable
     return list(found.values())
 
 
-def is_sound(gradient_norm: Any) -> Any:
-    """Whether a step with this norm may be applied."""
-    return ops.isfinite(gradient_norm)
+def _values(variables: Sequence[keras.Variable]) -> list[Any]:
+    """The variables' values now, which later assignments do not change."""
+    if _BACKEND == "torch":
+        return [variable.value.detach().clone() for variable in variables]
+    return [ops.copy(variable.value) for variable in variables]
 
 
-def _stateful(step: Step, model: keras.Model, optimizer: LossScaleOptimizer) -> Step:
-    tracker = getattr(model, "_loss_tracker", None)
-    branch = keras.backend.backend() == "torch"  # runs eagerly: a skipped step is the only one that pays
+def _vector(*numbers: Any) -> Any:
+    if _BACKEND == "torch":  # Keras' functions take several times as long as what they do here
+        import torch
 
-    def guarded_step(data: Any) -> dict[str, Any]:
-        rewind = _generators_kept() if branch else None
-        before = [(variable, ops.copy(variable.value)) for variable in kept_variables(model)]
-        scale = [ops.copy(ops.cast(variable.value, "float32")) for variable in _scale_variables(optimizer)]
-        sums = [ops.copy(variable.value) for variable in _sums(tracker)]
-        logs = dict(step(data))
-        seen = _loss(logs, sums, [variable.value for variable in _sums(tracker)])
-        norm = optimizer.gradient_norm.value
-        vitals = ops.stack([ops.cast(number, "float32") for number in (norm, *seen, *scale)])
-        sound = is_sound(norm)
-        if not branch:
-            for variable, value in before:
-                variable.assign(ops.where(sound, variable.value, value))
-        elif not sound:
-            for variable, value in before:
-                variable.assign(value)
-            if rewind is not None:
-                rewind()
-        return {**logs, VITALS: vitals}
-
-    return guarded_step
-
-
-def _stateless(step: Step, model: keras.Model, optimizer: LossScaleOptimizer) -> Step:
-    tracker = getattr(model, "_loss_tracker", None)
-
-    def guarded_step(state: Any, data: Any) -> tuple[dict[str, Any], Any]:
-        _, kept, slots, metrics = state
-        logs, (weights, new_kept, new_slots, new_metrics) = step(state, data)
-        places = _places(_sums(tracker), model.metrics_variables)
-        seen = _loss(logs, [metrics[i] for i in places], [new_metrics[i] for i in places])
-        scale = [slots[i] for i in _places(_scale_variables(optimizer), optimizer.variables)]
-        norm = new_slots[_places([optimizer.gradient_norm], optimizer.variables)[0]]
-        vitals = ops.stack([ops.cast(number, "float32") for number in (norm, *seen, *scale)])
-        sound = is_sound(norm)
-        new_kept = _chosen(sound, new_kept, kept)
-        new_metrics = _chosen(sound, new_metrics, metrics)
-        return {**logs, VITALS: vitals}, (weights, new_kept, new_slots, new_metrics)
-
-    return guarded_step
-
-
-def _generators_kept() -> Callable[[], None]:
-    """Notes where torch's generators stand, which dropout draws from there; what comes back puts them back."""
-    import torch
-
-    host = torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def rewind() -> None:
-        torch.set_rng_state(host)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
-
-    return rewind
-
-
-def _chosen(sound: Any, new: list[Any], old: list[Any]) -> list[Any]:
-    pairs = zip(new, old, strict=True)
-    return [value if value is before else ops.where(sound, value, before) for value, before in pairs]
+        return torch.stack([number.detach().to(torch.float32).reshape(()) for number in numbers])
+    return ops.stack([ops.cast(number, "float32") for number in numbers])
 
 
 def _loss(logs: dict[str, Any], before: list[Any], after: list[Any]) -> list[Any]:
@@ -155,14 +154,26 @@ def _loss(logs: dict[str, Any], before: list[Any], after: list[Any]) -> list[Any
     return [new - old for new, old in zip(after, before, strict=True)]
 
 
-def _sums(tracker: Any) -> list[keras.Variable]:
-    return [tracker.total, tracker.count] if tracker is not None else []
-
-
-def _scale_variables(optimizer: LossScaleOptimizer) -> list[keras.Variable]:
-    return [optimizer.dynamic_scale, optimizer.step_counter, optimizer.hysteresis_left]
+def _chosen(sound: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    pairs = zip(new, old, strict=True)
+    return [value if value is before else ops.where(sound, value, before) for value, before in pairs]
 
 
 def _places(wanted: list[keras.Variable], variables: list[keras.Variable]) -> list[int]:
     by_identity = {id(variable): index for index, variable in enumerate(variables)}
     return [by_identity[id(variable)] for variable in wanted]
+
+
+def _generators() -> list[Any]:
+    """Where torch's generators stand, which dropout draws from on that backend: the host's, and each device's."""
+    import torch
+
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def _put_generators(states: Sequence[Any]) -> None:
+    import torch
+
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(list(states[1:]))

@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 
-from halfwise.workloads.keras.training import KerasTraining
+from halfwise.workloads.keras.training import EVALUATION_BATCH, KerasTraining
 from halfwise.workloads.session import Session
 
 __all__ = ["FitTraining"]
-
-_EVALUATION_BATCH = 500
 
 
 class FitTraining(KerasTraining):
@@ -32,7 +30,7 @@ class FitTraining(KerasTraining):
             epochs=epochs,
             shuffle=False,
             validation_data=self.test,
-            validation_batch_size=_EVALUATION_BATCH,
+            validation_batch_size=EVALUATION_BATCH,
             callbacks=[self.guard, _Recorder(self, session, data)],
             verbose=0,
         )

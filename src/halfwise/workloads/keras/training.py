@@ -21,9 +21,9 @@ from halfwise.workloads.keras.networks import build_network
 from halfwise.workloads.settings import Settings
 from halfwise.workloads.training import Step, Training, View, wants_one_thread
 
-__all__ = ["KerasTraining"]
+__all__ = ["EVALUATION_BATCH", "KerasTraining"]
 
-_EVALUATION_BATCH = 500
+EVALUATION_BATCH = 500
 
 
 class KerasTraining(Training):
@@ -62,7 +62,7 @@ class KerasTraining(Training):
 
     def evaluate(self) -> dict[str, float]:
         """`test_loss` and `test_accuracy`, computed in the precision of training."""
-        found = self.model.evaluate(*self.test, batch_size=_EVALUATION_BATCH, verbose=0, return_dict=True)
+        found = self.model.evaluate(*self.test, batch_size=EVALUATION_BATCH, verbose=0, return_dict=True)
         return {"test_loss": float(found["loss"]), "test_accuracy": float(found["accuracy"])}
 
     def save_checkpoint(self, directory: Path, progress: Mapping[str, Any]) -> None:
