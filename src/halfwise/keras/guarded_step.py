@@ -10,7 +10,8 @@ A step has the signature of Keras' `train_step`: `step(data) -> logs` on TensorF
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,8 @@ class GuardedStep:
 
     def undo(self, before: Sequence[Any]) -> None:
         """Puts back what a step that was not sound had changed: `before` is what its logs held under `BEFORE`."""
-        for variable, value in zip(self._kept, before, strict=False):
+        values = _unpacked(before, self._kept) if _BACKEND == "tensorflow" else before
+        for variable, value in zip(self._kept, values, strict=False):
             variable.assign(value)
         if _BACKEND == "torch":
             _put_generators(before[len(self._kept) :])
@@ -97,7 +99,7 @@ class GuardedStep:
     def _stateful(self, data: Any) -> dict[str, Any]:
         copied = _values(self._kept)
         sums, scale = _values(self._sums), _values(self._scale)
-        extra = {BEFORE: (*copied, *(_generators() if _BACKEND == "torch" else ()))}
+        extra = {BEFORE: _packed(copied) if _BACKEND == "tensorflow" else (*copied, *_generators())}
         if self._gives_batch:
             self._batch_like = keras.tree.map_structure(lambda leaf: leaf is None, data)
             extra[BATCH] = tuple(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
@@ -162,6 +164,24 @@ def _chosen(sound: Any, new: list[Any], old: list[Any]) -> list[Any]:
 def _places(wanted: list[keras.Variable], variables: list[keras.Variable]) -> list[int]:
     by_identity = {id(variable): index for index, variable in enumerate(variables)}
     return [by_identity[id(variable)] for variable in wanted]
+
+
+def _packed(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values in one vector for each dtype: each result of a TensorFlow function costs its caller some time."""
+    by_dtype: dict[str, list[Any]] = {}
+    for value in values:
+        by_dtype.setdefault(keras.backend.standardize_dtype(value.dtype), []).append(ops.reshape(value, (-1,)))
+    return tuple(ops.concatenate(by_dtype[dtype]) for dtype in sorted(by_dtype))
+
+
+def _unpacked(vectors: Sequence[Any], variables: Sequence[keras.Variable]) -> Iterator[Any]:
+    """The inverse of `_packed`, for values of `variables`."""
+    dtypes = sorted({keras.backend.standardize_dtype(variable.dtype) for variable in variables})
+    rest = dict(zip(dtypes, (ops.convert_to_numpy(vector) for vector in vectors), strict=True))
+    for variable in variables:
+        dtype, size = keras.backend.standardize_dtype(variable.dtype), math.prod(variable.shape)
+        yield rest[dtype][:size].reshape(variable.shape)
+        rest[dtype] = rest[dtype][size:]
 
 
 def _generators() -> list[Any]:
