@@ -17,6 +17,7 @@ from typing import Any, Literal
 import keras
 from keras import Layer
 
+from halfwise.core.layer_timing import time_formats
 from halfwise.core.timing import TimingTable
 from halfwise.keras.apply import policy_name
 from halfwise.keras.names import children, whole
@@ -30,13 +31,6 @@ _backend = import_module(f"halfwise.keras.backends.{keras.backend.backend()}")
 
 HALF_FORMATS = ("bfloat16", "float16")
 """The half-precision formats that Keras computes in; a layer that cannot run in one is not timed in it."""
-
-_LEAST_ROUNDS = 3
-_WARM_UPS = 5
-_LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
-_HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
-_MOST_ROUNDS = 20
-_ENOUGH_SECONDS = 5e-3  # of float32 for one layer; disturbances only lengthen a measurement, so minima are taken
 
 
 class LayerTimer(Observer):
@@ -91,7 +85,8 @@ class LayerTimer(Observer):
     def _time(self, path: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any) -> None:
         put_back = _backend.keep(layer.non_trainable_variables)
         try:
-            self._seconds[path] = self._measured(path, layer, args, kwargs, values)
+            self._seconds[path], bounds = self._measured(path, layer, args, kwargs, values)
+            self._cut_short |= {(path, name) for name in bounds}
         except Exception as error:  # a measurement must never end a training
             _LOG.info("layer %r could not be timed and keeps float32: %s", path, error)
         finally:
@@ -99,41 +94,17 @@ class LayerTimer(Observer):
 
     def _measured(
         self, path: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], frozenset[str]]:
         passes: dict[str, Callable[[float], float]] = {}
 
-        def seconds(name: str, limit: float = float("inf")) -> float:
+        def seconds(name: str, limit: float) -> float:
             with _computing_in(layer, name):
                 if name not in passes:
                     gradients = path in self._input_gradients
                     passes[name] = _backend.layer_pass(layer, args, kwargs, values, input_gradients=gradients)
                 return passes[name](limit)
 
-        seconds("float32")  # warm-up: allocations, and one-time choices of kernels
-        times = {"float32": [seconds("float32") for _ in range(_LEAST_ROUNDS)]}
-        result: dict[str, float] = {}
-        for name in self._formats:
-            limit = min(times["float32"])
-            quickest = float("inf")
-            try:
-                for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
-                    quickest = min(quickest, seconds(name, limit))
-                    if quickest <= limit or quickest > max(_HOPELESS * limit, _LONGEST_WARM_UP):
-                        break
-            except Exception as error:  # what fails is not chosen
-                _LOG.info("layer %r cannot run in %s: %s", path, name, error)
-                continue
-            if quickest > limit:
-                self._cut_short.add((path, name))
-                result[name] = quickest
-            else:
-                times[name] = []
-        for _ in range(_MOST_ROUNDS):
-            for name, measured in times.items():
-                measured.append(seconds(name))
-            if len(times["float32"]) >= 2 * _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
-                break
-        return {**{name: min(measured) for name, measured in times.items()}, **result}
+        return time_formats(path, self._formats, seconds)
 
 
 def _timed(layer: Layer) -> bool:

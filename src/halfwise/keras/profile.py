@@ -16,6 +16,7 @@ from keras import Layer
 
 from halfwise.core.histogram import ExponentHistogram
 from halfwise.core.profile import Profile, Role
+from halfwise.core.step_histograms import StepHistograms
 from halfwise.keras.names import children, whole
 from halfwise.keras.probe import Observer, Probed, built, probe, tapped_layers, to_numpy
 from halfwise.keras.training_step import OwnStep
@@ -69,29 +70,12 @@ def parameters(layer: Layer) -> list[keras.Variable]:
     return list({id(variable): variable for part in parts for variable in part._trainable_variables}.values())
 
 
-class Recorder(Observer):
+class Recorder(Observer, StepHistograms):
     """Gathers histograms over training steps."""
 
     def __init__(self, model: keras.Model) -> None:
+        super().__init__()
         self._model = model
-        self._histograms: dict[tuple[str, Role], ExponentHistogram] = {}
-        self._step: dict[tuple[str, Role], ExponentHistogram] = {}
-
-    @property
-    def profile(self) -> Profile:
-        """What was gathered and kept so far."""
-        return Profile(self._histograms)
-
-    def keep(self) -> None:
-        """Adds what was recorded since the last call to the profile."""
-        for key, histogram in self._step.items():
-            earlier = self._histograms.get(key)
-            self._histograms[key] = histogram if earlier is None else earlier + histogram
-        self._step = {}
-
-    def discard(self) -> None:
-        """Forgets what was recorded since the last `keep`: a step that was not applied is no evidence."""
-        self._step = {}
 
     def record(
         self, data: Any, *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
@@ -124,6 +108,4 @@ class Recorder(Observer):
     def _add(self, path: str, role: Role, tensor: Any) -> None:
         if tensor is None or not keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
             return
-        histogram = ExponentHistogram.of(to_numpy(tensor))
-        earlier = self._step.get((path, role))
-        self._step[path, role] = histogram if earlier is None else earlier + histogram
+        self.add(path, role, ExponentHistogram.of(to_numpy(tensor)))

@@ -1,8 +1,7 @@
 """How long each layer takes in each format on this device: forward and backward on the inputs that it really gets.
 
 A layer is timed inside a forward pass that happens anyway, on detached copies of its inputs, so that nothing has to be
-kept. A format's probe is cut short once its forward pass alone has taken longer than forward and backward in float32:
-that the format is slower here is all that a planner needs to know.
+kept.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfwise.core.layer_timing import time_formats
 from halfwise.core.timing import TimingTable
 from halfwise.torch.nested import floating_tensors, map_tensors
 from halfwise.torch.profile import is_whole, profiled_layers
@@ -26,15 +26,6 @@ from halfwise.torch.snapshot import BufferCopies, RandomState, devices_of
 __all__ = ["LayerTimer", "half_formats", "now"]
 
 _LOG = logging.getLogger("halfwise")
-
-_LEAST_ROUNDS = 3
-_WARM_UPS = 5
-_LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
-_HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
-_MOST_ROUNDS = 20
-_ENOUGH_SECONDS = (
-    5e-3  # of float32 probes for one layer; what disturbs a measurement only ever lengthens it, so minima are taken
-)
 
 
 def half_formats(device_type: str) -> tuple[str, ...]:
@@ -79,42 +70,14 @@ class LayerTimer:
         try:
             # what the probes save for backward is no affair of checkpointing or offloading around the real pass
             with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-                self._seconds[path] = self._measure(path, module, args, kwargs)
+                probe = partial(_forward_and_backward, module, args, kwargs, self._device_type)
+                self._seconds[path], bounds = time_formats(path, self._formats, probe)
+                self._cut_short |= {(path, name) for name in bounds}
         except Exception as error:  # a probe must never end a training
             _LOG.info("layer %r could not be timed and keeps float32: %s", path, error)
         finally:
             buffers.restore()
             random_state.restore()
-
-    def _measure(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-        def probe(name: str, limit: float = float("inf")) -> float:
-            return _forward_and_backward(module, args, kwargs, self._device_type, name, limit)
-
-        probe("float32")  # warm-up: allocations, and one-time choices of kernels
-        times = {"float32": [probe("float32") for _ in range(_LEAST_ROUNDS)]}
-        result: dict[str, float] = {}
-        for name in self._formats:
-            limit = min(times["float32"])
-            quickest = float("inf")
-            try:
-                for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
-                    quickest = min(quickest, probe(name, limit))
-                    if quickest <= limit or quickest > max(_HOPELESS * limit, _LONGEST_WARM_UP):
-                        break
-            except Exception as error:  # what fails is not chosen
-                _LOG.info("layer %r cannot run in %s: %s", path, name, error)
-                continue
-            if quickest > limit:
-                self._cut_short.add((path, name))
-                result[name] = quickest
-            else:
-                times[name] = []
-        for _ in range(_MOST_ROUNDS):
-            for name, seconds in times.items():
-                seconds.append(probe(name))
-            if len(times["float32"]) >= 2 * _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
-                break
-        return {**{name: min(seconds) for name, seconds in times.items()}, **result}
 
 
 def _is_timed(module: nn.Module) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfwise.core.histogram import ExponentHistogram
 from halfwise.core.profile import Profile, Role
+from halfwise.core.step_histograms import StepHistograms
 from halfwise.torch.closure import Closure, as_closures, split_loss
 from halfwise.torch.histogram import exponent_histogram
 from halfwise.torch.names import named_layers
@@ -99,29 +99,12 @@ def is_whole(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase)
 
 
-class Recorder:
+class Recorder(StepHistograms):
     """Gathers histograms while its hooks are attached."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._layers = profiled_layers(model)
-        self._histograms: dict[tuple[str, Role], ExponentHistogram] = {}
-        self._step: dict[tuple[str, Role], ExponentHistogram] = {}
-
-    @property
-    def profile(self) -> Profile:
-        """What was gathered and kept so far."""
-        return Profile(self._histograms)
-
-    def keep(self) -> None:
-        """Adds what was recorded since the last call to the profile."""
-        for key, histogram in self._step.items():
-            earlier = self._histograms.get(key)
-            self._histograms[key] = histogram if earlier is None else earlier + histogram
-        self._step = {}
-
-    def discard(self) -> None:
-        """Forgets what was recorded since the last `keep`: a step that was not applied is no evidence."""
-        self._step = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,11 +130,8 @@ class Recorder:
                 tensor.register_hook(partial(self._add, path, "activation_gradient"))
 
     def _add(self, path: str, role: Role, tensor: Tensor) -> None:
-        if not _is_readable(tensor):
-            return
-        histogram = exponent_histogram(tensor)
-        earlier = self._step.get((path, role))
-        self._step[path, role] = histogram if earlier is None else earlier + histogram
+        if _is_readable(tensor):
+            self.add(path, role, exponent_histogram(tensor))
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -1,0 +1,65 @@
+"""How one layer's formats are timed against each other; what a pass is and how it is run is the adapter's affair.
+
+A format's probe is cut short once its forward pass alone has taken longer than forward and backward in float32: that
+the format is slower here is all that a planner needs to know. What else the machine does only ever lengthens a
+measurement, so minima are taken, over interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+__all__ = ["time_formats"]
+
+_LOG = logging.getLogger("halfwise")
+
+_LEAST_ROUNDS = 3
+_WARM_UPS = 5
+_LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
+_HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
+_MOST_ROUNDS = 20
+_ENOUGH_SECONDS = 5e-3  # of float32 probes for one layer
+
+
+def time_formats(
+    path: str, formats: Sequence[str], probe: Callable[[str, float], float]
+) -> tuple[dict[str, float], frozenset[str]]:
+    """`(seconds by format, the formats whose seconds are a lower bound)`; a format that cannot run is left out.
+
+    Args:
+        path: the layer's, for messages.
+        formats: besides float32.
+        probe: `probe(format, limit)` runs the layer forward and backward in the format and returns seconds; of the
+            forward pass alone where that exceeds `limit` already.
+
+    Example:
+        >>> seconds, bounds = time_formats("fc", ["bfloat16"], lambda name, limit: 0.001 if name == "float32" else 0.09)
+        >>> seconds, sorted(bounds)
+        ({'float32': 0.001, 'bfloat16': 0.09}, ['bfloat16'])
+    """
+    endless = float("inf")
+    probe("float32", endless)  # warm-up: allocations, and one-time choices of kernels
+    times = {"float32": [probe("float32", endless) for _ in range(_LEAST_ROUNDS)]}
+    cut_short: dict[str, float] = {}
+    for name in formats:
+        limit = min(times["float32"])
+        quickest = endless
+        try:
+            for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
+                quickest = min(quickest, probe(name, limit))
+                if quickest <= limit or quickest > max(_HOPELESS * limit, _LONGEST_WARM_UP):
+                    break
+        except Exception as error:  # what fails is not chosen
+            _LOG.info("layer %r cannot run in %s: %s", path, name, error)
+            continue
+        if quickest > limit:
+            cut_short[name] = quickest
+        else:
+            times[name] = []
+    for _ in range(_MOST_ROUNDS):
+        for name, seconds in times.items():
+            seconds.append(probe(name, endless))
+        if len(times["float32"]) >= 2 * _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
+            break
+    return {name: min(seconds) for name, seconds in times.items()} | cut_short, frozenset(cut_short)
