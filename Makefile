@@ -18,7 +18,7 @@ test-core: $(VENV)/.dev
 	$(RUN)/python -m pytest -m "$(QUICK)"
 
 $(BACKENDS:%=test-%): test-%: $(VENV)/.dev
-	KERAS_BACKEND=$* TF_CPP_MIN_LOG_LEVEL=3 $(RUN)/python -m pytest -m "$(QUICK)" tests/keras tests/contract
+	KERAS_BACKEND=$* TF_CPP_MIN_LOG_LEVEL=3 $(RUN)/python -m pytest -m "$(QUICK)" tests/keras tests/contract tests/workloads/keras
 
 lint: $(VENV)/.dev
 	$(RUN)/ruff check .

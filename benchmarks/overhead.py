@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import halfwise.torch as hw
 from _harness import emit, interleave, keep_freed_memory, medians, ratios, table
-from halfwise.workloads.image import ConvNet
+from halfwise.workloads.torch.networks import ConvNet
 
 DTYPES = {"float32": torch.float32, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 

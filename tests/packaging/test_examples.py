@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PROMISES = {"train_loop.py": "auto chose", "watch_existing_loop.py": "wide aten.addmm"}
+PROMISES = {
+    "keras_custom_loop.py": "embedding in bfloat16",
+    "keras_fit.py": "auto chose",
+    "train_loop.py": "auto chose",
+    "watch_existing_loop.py": "wide aten.addmm",
+}
 
 
 def test_all_examples_are_here() -> None:
