@@ -312,6 +312,34 @@ def test_a_train_step_of_the_users_own() -> None:
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+class TwoOptimizers(keras.Sequential):
+    """As a GAN: the step goes through an optimizer of its own."""
+
+    def compile(self, **options: Any) -> None:
+        super().compile(**options)
+        self.other = keras.optimizers.SGD(0.1)
+        self.other.build(self.trainable_variables)
+
+    def train_step(self, *arguments: Any) -> Any:
+        main, self.optimizer = self.optimizer, self.other
+        try:
+            if BACKEND != "jax":
+                return super().train_step(*arguments)
+            (weights, kept, slots, metrics), data = arguments
+            mine = [variable.value for variable in self.other.variables]
+            logs, (weights, kept, _, metrics) = super().train_step((weights, kept, mine, metrics), data)
+            return logs, (weights, kept, slots, metrics)
+        finally:
+            self.optimizer = main
+
+
+def test_a_step_that_goes_round_the_optimizer_is_refused() -> None:
+    model = TwoOptimizers([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(UsageError, match="does not go through its optimizer"):
+        fit(model, *batch(), guard=quiet())
+
+
 def test_frozen_layers_and_transfer() -> None:
     x, y = bad_batch()
     model, guard = classifier(), quiet(guard=False)

@@ -22,7 +22,7 @@ from halfwise.core.loss_scale import LossScaleState, initial_state, update
 from halfwise.core.plan import REASONS, Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
-from halfwise.errors import TrainingStopped
+from halfwise.errors import TrainingStopped, UsageError
 from halfwise.keras.apply import AppliedPlan, applied_plan, forget_compiled_code
 from halfwise.keras.evidence import Evidence, set_by_hand
 from halfwise.keras.execution import Execution
@@ -37,6 +37,7 @@ from halfwise.keras.result import StepResult
 __all__ = ["Engine"]
 
 _LOG = logging.getLogger("halfwise")
+_UNTOUCHED = -1.0  # no norm of a gradient
 _MANY_SKIPS = 20  # more than the loss scale's whole way down takes
 _HALF = ("float16", "bfloat16")
 
@@ -122,6 +123,7 @@ class Engine:
             self._settle()
         else:
             self.use_plan(plan)
+        self._put(optimizer.gradient_norm, _UNTOUCHED)
         self._tell_half_heads()
 
     # Precision
@@ -262,6 +264,12 @@ class Engine:
     def _attempt(self, batch: Any) -> _Attempt:
         logs, self.state, self._batch = self.execution.run(batch, self.state)
         vitals = read_vitals(logs.pop(VITALS))
+        if vitals.grad_norm == _UNTOUCHED:
+            raise UsageError(
+                f"the training step of {self.model.name!r} does not go through its optimizer ({self.optimizer.name}), "
+                "so there is nothing to guard: a train_step with optimizers of its own (a GAN's) cannot be trained under "
+                "PrecisionGuard; use hw.LossScaleOptimizer for each of them"
+            )
         attempt = _Attempt(vitals)
         before = logs.pop(BEFORE, None)
         if before is not None and not attempt.sound:
