@@ -267,7 +267,7 @@ class Engine:
         if vitals.grad_norm == _UNTOUCHED:
             raise UsageError(
                 f"the training step of {self.model.name!r} does not go through its optimizer ({self.optimizer.name}), "
-                "so there is nothing to guard: a train_step with optimizers of its own (a GAN's) cannot be trained under "
+                "so there is nothing to guard. A train_step with optimizers of its own (a GAN's) cannot train under "
                 "PrecisionGuard; use hw.LossScaleOptimizer for each of them"
             )
         attempt = _Attempt(vitals)
