@@ -171,7 +171,7 @@ def _compare(plain: Any, guarded: Any, tolerance: float) -> None:
     import numpy as np
 
     for mine, theirs in zip(guarded.trainable_variables, plain.trainable_variables, strict=True):
-        error = np.linalg.norm(mine.numpy() - theirs.numpy()) / max(np.linalg.norm(theirs.numpy()), 1e-3)
+        error = float(np.linalg.norm(mine.numpy() - theirs.numpy())) / max(float(np.linalg.norm(theirs.numpy())), 1e-3)
         assert error < tolerance, f"{mine.path}: the guarded training does other work ({error:.2g})"
 
 

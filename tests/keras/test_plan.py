@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -82,13 +83,14 @@ def test_data_sets(kind: str) -> None:
 def test_bad_arguments() -> None:
     x, y = batch()
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    for call, message in (
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: hw.plan(model, x, y), "needs a loss"),
         (lambda: hw.plan(model, x, y, loss="mse", batch_size=0), "batch_size=0"),
         (lambda: hw.plan(model, x[:0], y[:0], loss="mse"), "no data"),
         (lambda: hw.plan(model, x, y, loss="mse", timing=TABLE), "does not have"),
         (lambda: hw.plan(model, x, y, loss="mse", objective="speed"), "objective is 'speed'"),
         (lambda: hw.plan(object(), x, y), r"give a keras\.Model"),
-    ):
+    ]
+    for call, message in cases:
         with pytest.raises(UsageError, match=message):
             call()

@@ -69,7 +69,8 @@ def test_a_planted_overflow_is_named() -> None:
 def test_nan_in_the_data_is_told_once() -> None:
     x, y = batch(128)
     x[40, 0] = np.inf
-    model, said = classifier(), []
+    model = classifier()
+    said: list[str] = []
     with hw.watch(model, log=said.append) as seen:
         model.fit(x, y, batch_size=32, shuffle=False, epochs=2, verbose=0)
     assert seen.nonfinite_steps[0] == 1
