@@ -98,6 +98,10 @@ class Training:
             self.data = iter(tf.data.Dataset.from_tensors((x, y)).cache().repeat())
         self.batch = (keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y))
         self.state = self._state() if self.backend == "jax" else None
+        if self.backend == "torch":
+            import torch
+
+            self.generator = torch.Generator().manual_seed(1).get_state()
 
     def _state(self) -> Any:
         everything = dict.fromkeys(
@@ -106,6 +110,15 @@ class Training:
         return self.model._get_jax_state(**everything)
 
     def __call__(self) -> None:
+        if self.backend == "torch":  # dropout draws from the generator that all trainings share
+            import torch
+
+            torch.set_rng_state(self.generator)
+        self._steps()
+        if self.backend == "torch":
+            self.generator = torch.get_rng_state()
+
+    def _steps(self) -> None:
         model = self.model
         logs: Any = None
         for _ in range(self.steps):
