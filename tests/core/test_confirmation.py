@@ -43,7 +43,7 @@ def known(half: tuple[float, float], full: tuple[float, float]) -> Trial:
 def test_time_and_loss_decide(half: tuple[float, float], full: tuple[float, float], reason: str | None) -> None:
     plan = confirm(known(half, full))
     if reason is None:
-        assert plan is HALF
+        assert plan.default.compute == HALF.default.compute
     else:
         assert (plan.default.compute, plan.default.reason) == ("float32", reason)
         assert plan.framework == "keras"
@@ -51,12 +51,12 @@ def test_time_and_loss_decide(half: tuple[float, float], full: tuple[float, floa
 
 
 def test_losses_without_any_spread_leave_a_thousandth_of_the_loss() -> None:
-    assert confirm(known((1.0005, 0.5), (1.0, 1.0)), losses=[1.0, 1.0, 1.0]) is HALF
+    assert confirm(known((1.0005, 0.5), (1.0, 1.0)), losses=[1.0, 1.0, 1.0]).default.compute == HALF.default.compute
     assert confirm(known((1.002, 0.5), (1.0, 1.0)), losses=[1.0, 1.0, 1.0]).default.reason == "sensitivity"
 
 
 def test_the_tolerance_is_the_callers() -> None:
-    assert confirm(known((1.2, 0.5), (1.0, 1.0)), tolerance=0.6) is HALF
+    assert confirm(known((1.2, 0.5), (1.0, 1.0)), tolerance=0.6).default.compute == HALF.default.compute
 
 
 def test_what_a_trial_raises_is_a_reason_for_float32() -> None:
@@ -102,3 +102,9 @@ def test_layers_that_are_kept_keep_their_reason_in_the_float32_answer() -> None:
         kept={"head": ("hazard", "a softmax head")},
     )
     assert Rule(path="head", compute="float32", reason="hazard", detail="a softmax head") in plan.layers
+
+
+def test_the_whole_step_is_told_where_the_plan_is_taken() -> None:
+    plan = confirm(known((1.0, 0.5), (1.0, 1.0)))
+    assert plan.layers == HALF.layers
+    assert plan.default.detail.endswith("tried on a whole step, bfloat16 takes 0.50 times the float32 time")

@@ -162,6 +162,10 @@ def test_float16_anywhere_means_that_the_loss_is_scaled() -> None:
         assert model.optimizer.inner_optimizer is moments
         model.compile(optimizer="sgd", loss="mse")
         assert isinstance(model.optimizer, LossScaleOptimizer)
+    model.compile(optimizer="adam", loss="mse")
+    before = model.optimizer
+    apply(model, manual({"first": "float16"}, default="float32")).remove()
+    assert model.optimizer is before
     other = classifier()
     with apply(other, manual()):
         assert not isinstance(other.optimizer, LossScaleOptimizer)
@@ -197,7 +201,7 @@ def test_what_cannot_run_is_refused_by_name_and_nothing_is_changed() -> None:
     with pytest.raises(UsageError, match=r"give a keras\.Model"):
         apply(object(), manual())
     with pytest.raises(UsageError, match="give a halfwise Plan"):
-        apply(model, "mixed_float16")  # type: ignore[arg-type]
+        apply(model, "mixed_float16")
     assert all(a is b for a, b in zip(policies(model), before, strict=True))
     assert applied_plan(model) is None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -456,12 +459,19 @@ def test_auto_measures_here_and_gives_its_reasons() -> None:
     assert said[0].startswith('"auto" chose ')
 
 
-def test_disabled_is_plain_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_is_plain_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFWISE_DISABLE", "1")
     set_global_policy("auto")
     model, guard = classifier(), quiet()
-    fit(model, *batch(), guard=guard)
-    assert guard.plan == Plan(framework="keras")
+    optimizer = model.optimizer
+    history = fit(model, *batch(), guard=guard)
+    assert "skipped_steps" not in history.history
+    assert model.optimizer is optimizer
+    assert (guard.plan, guard.steps) == (None, 0)
+    keras.config.set_dtype_policy("mixed_float16")
+    half = classifier()
+    fit(half, *batch(), guard=quiet())
+    assert isinstance(half.optimizer, keras.optimizers.LossScaleOptimizer)  # Keras' own loss scaling stays
 
 
 # Errors
@@ -520,6 +530,122 @@ def test_an_error_in_the_middle_gives_the_model_back() -> None:
     fit(model, x, y, guard=quiet())
     fit(model, x, y)
     assert not same(weights, model.get_weights())
+
+
+@pytest.mark.parametrize("when", ["on_epoch_end", "on_train_batch_end"])
+def test_an_error_in_another_callback_leaves_the_next_fit_plain(when: str) -> None:
+    model, (x, y) = classifier(), batch()
+    optimizer, guard = model.optimizer, quiet()
+    fails = keras.callbacks.Callback()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    setattr(fails, when, fail)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, x, y, guard=guard, callbacks=[fails])
+    steps = guard.steps
+    assert "skipped_steps" not in fit(model, x, y).history
+    assert guard.steps == steps
+    assert model.optimizer is optimizer
+    assert "train_step" not in model.__dict__
+    assert "make_train_function" not in model.__dict__
+
+
+def test_a_fit_within_a_fit() -> None:
+    model, (x, y) = classifier(), batch()
+
+    class Inner(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                self.model.fit(x, y, callbacks=[quiet()], verbose=0)
+
+    fit(model, x, y, guard=quiet(), callbacks=[Inner()], epochs=2)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_an_error_at_the_start_changes_nothing() -> None:
+    set_global_policy("auto")
+    model, (x, y) = classifier(), batch()
+    optimizer = model.optimizer
+    with pytest.raises(PlanError, match="nope"):
+        fit(model, x, y, guard=quiet(Plan.manual({"nope": "float32"}, default="float16")))
+    assert model.optimizer is optimizer
+    assert undecided_layers(model)
+    assert applied_plan(model) is None
+
+
+def test_an_epoch_without_an_applied_step_has_no_loss() -> None:
+    x, y = batch()
+    history = fit(classifier(), np.full_like(x, np.inf), y, guard=quiet(guard=False), epochs=2)
+    assert np.isnan(history.history["loss"]).all()  # 0.0 would be the best ever to EarlyStopping
+    assert np.isnan(history.history["accuracy"]).all()
+
+
+def test_metrics_are_put_back_in_the_first_fit_too() -> None:
+    x, y = bad_batch()
+    model = classifier(metrics=["accuracy", "sparse_categorical_crossentropy"])
+    history = fit(model, x, y, guard=quiet(guard=False))
+    assert all(math.isfinite(values[0]) for values in history.history.values())
+
+
+def test_the_users_own_loss_scale_optimizer_comes_back() -> None:
+    own = LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=128.0)
+    model = classifier(optimizer=own)
+    fit(model, *batch(), guard=quiet())
+    assert model.optimizer is own
+    assert own.settings.initial == 128.0
+
+
+def test_a_frozen_model_and_a_model_with_metrics_of_its_own() -> None:
+    x, y = batch()
+    model = classifier()
+    model.trainable = False
+    model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+    with pytest.warns(UserWarning, match="does not have any trainable weights") if BACKEND != "jax" else nullcontext():
+        fit(model, x, y, guard=quiet())
+
+    class Own(keras.Sequential):
+        metrics = property(lambda self: [])
+
+    other = Own([keras.Input((8,)), keras.layers.Dense(4)])
+    other.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    guard = quiet()
+    fit(other, x, y, guard=guard)
+    assert guard.steps == 2
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras' states are no variables there")
+def test_states_of_stateful_layers_are_put_back() -> None:
+    layers = keras.layers
+    model = keras.Sequential([keras.Input(batch_shape=(8, 3, 4)), layers.LSTM(3, stateful=True), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((16, 3, 4), "float32"), np.ones((16, 1), "float32")
+    x[9] = np.nan
+    guard = quiet()
+    fit(model, x, y, guard=guard, epochs=3, batch_size=8)
+    assert (guard.steps, guard.skipped_steps) == (6, 3)
+
+
+def test_models_are_freed() -> None:
+    def train() -> weakref.ref[keras.Model]:
+        model = classifier()
+        apply(model, Plan.manual(default="bfloat16", framework="keras"))
+        fit(model, *batch(), guard=quiet())
+        return weakref.ref(model)
+
+    freed = train()
+    keras.utils.clear_session()
+    gc.collect()
+    assert freed() is None
+
+
+def test_the_state_can_be_saved_in_a_callback_with_validation() -> None:
+    model, (x, y) = classifier(), batch()
+    guard, saved = quiet(), []
+    saver = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: saved.append(guard.state_dict()))
+    fit(model, x, y, guard=guard, callbacks=[saver], validation_data=(x, y), epochs=2)
+    assert [state["steps"] for state in saved] == [2, 4]
 
 
 def test_stopping_keeps_the_last_good_weights() -> None:

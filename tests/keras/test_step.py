@@ -109,6 +109,27 @@ def test_another_loss_or_optimizer_begins_anew_and_counts_on() -> None:
     assert model.get_layer("head").compute_dtype == "bfloat16"
 
 
+def test_a_new_loss_object_at_each_call_goes_on_with_scale_and_evidence() -> None:
+    x, y = batch(32)
+    hw.set_global_policy("auto")
+    model, optimizer = network(), keras.optimizers.SGD()
+    timing = hw.TimingTable.uniform(["first", "head"], relative={"bfloat16": 0.5})
+    guard = hw.PrecisionGuard(timing=timing, log=lambda _: None)
+    for _ in range(4):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        hw.step(model, x, y, loss=loss, optimizer=optimizer, guard=guard)
+    assert guard.steps == 4
+    assert guard.plan is not None
+
+
+def test_after_a_failed_first_call_it_works() -> None:
+    x, y = batch(32)
+    model, optimizer = network(), keras.optimizers.SGD()
+    with pytest.raises(ValueError, match="shape"):
+        hw.step(model, x[:, :3], y, loss=LOSS, optimizer=optimizer)
+    assert hw.step(model, x, y, loss=LOSS, optimizer=optimizer).applied
+
+
 def test_bad_arguments() -> None:
     x, y = batch(32)
     with pytest.raises(UsageError, match="no optimizer"):

@@ -66,6 +66,27 @@ def test_a_planted_overflow_is_named() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
+def test_batch_norm_behind_the_culprit_is_not_blamed() -> None:
+    layers = keras.layers
+    large = keras.initializers.Constant(2e4)
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, name="huge", kernel_initializer=large),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(4, name="head", dtype="float32"),
+        ]
+    )
+    model.compile(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), 64.0), loss=LOSS)
+    x, y = batch(128)
+    said: list[str] = []
+    with hw.watch(model, log=said.append) as seen:
+        model.fit(np.abs(x) + 1.0, y, batch_size=32, shuffle=False, verbose=0)
+    assert seen.diagnoses[0].module == "huge"
+    assert '{"huge": "float32", "head": "float32"}' in said[0]
+
+
 def test_nan_in_the_data_is_told_once() -> None:
     x, y = batch(128)
     x[40, 0] = np.inf

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import keras
 from keras import Layer
@@ -25,16 +26,17 @@ from halfwise.core.plan import Default, Plan, Rule
 from halfwise.core.policy import disabled
 from halfwise.errors import PlanError, UsageError
 from halfwise.keras.names import children, named_layers, own_code, own_names, routes, whole
-from halfwise.keras.optimizer import settle_optimizer
+from halfwise.keras.optimizer import set_optimizer, settle_optimizer
 from halfwise.keras.save import plan_path
 
 __all__ = ["AppliedPlan", "applied_plan", "apply", "computes", "forget_compiled_code", "policy_name"]
 
 _POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+_STANDING = "_halfwise_standing"
 _STORAGE = ("parameters", "saved_activations", "optimizer_state")
 
 
-def apply(model: keras.Model, plan: Plan) -> AppliedPlan:
+def apply(model: keras.Model, plan: Plan | str | PathLike[str]) -> AppliedPlan:
     """Makes `model` compute as `plan` says, from now on and in every mode: `fit`, `evaluate`, `predict`, `export`.
 
     Where a layer computes in float16 the model's optimizer scales the loss (`LossScaleOptimizer`), also if the model is
@@ -43,8 +45,8 @@ def apply(model: keras.Model, plan: Plan) -> AppliedPlan:
 
     Args:
         model: a built or unbuilt model with float32 variables.
-        plan: what to carry out. Storage formats other than float32, and formats that Keras cannot compute in, are
-            refused by name. Layers without a rule compute in the default.
+        plan: what to carry out, or the path of a plan file. Storage formats other than float32, and formats that
+            Keras cannot compute in, are refused by name. Layers without a rule compute in the default.
 
     Returns:
         A handle; `handle.remove()` or leaving `with handle:` restores the model as it was.
@@ -61,6 +63,8 @@ def apply(model: keras.Model, plan: Plan) -> AppliedPlan:
         ...     [layer.compute_dtype for layer in model.layers]
         ['bfloat16', 'float32']
     """
+    if isinstance(plan, PathLike) or (isinstance(plan, str) and plan.endswith(".toml")):
+        plan = Plan.load(fspath(plan))
     return AppliedPlan(model, plan)
 
 
@@ -75,7 +79,7 @@ class AppliedPlan:
         plan: what is in force, its paths spelled as `named_layers` spells them.
     """
 
-    def __init__(self, model: keras.Model, plan: Plan, *, settle: bool = True) -> None:
+    def __init__(self, model: keras.Model, plan: Plan | str, *, settle: bool = True) -> None:
         if not isinstance(model, Layer):
             raise UsageError(f"apply(model={model!r}): give a keras.Model")
         if not isinstance(plan, Plan):
@@ -83,29 +87,32 @@ class AppliedPlan:
         self.plan = _with_canonical_paths(plan, model)
         self._model = ref(model)
         self._settle = settle
+        self._replaced: tuple[Any, Any] | None = None
         _refuse_what_cannot_run(model, self.plan)
         if disabled():
             return
-        standing = _standings.get(model) or _Standing(model)
-        _standings[model] = standing
+        standing = _standing_of(model) or _Standing(model)
+        model.__dict__[_STANDING] = standing
         standing.stack.append(self)
         standing.enforce(model)
         if settle:
             forget_compiled_code(model)
-            settle_optimizer(model, self.plan)
+            self._replaced = settle_optimizer(model, self.plan)
 
     def remove(self) -> None:
         """Restores the model as it was before, an earlier plan included. Doing so twice is harmless."""
         model = self._model()
-        standing = _standings.get(model) if model is not None else None
+        standing = _standing_of(model) if model is not None else None
         if model is None or standing is None or self not in standing.stack:
             return
         standing.stack.remove(self)
         standing.enforce(model)
         if self._settle:
             forget_compiled_code(model)
+            if self._replaced is not None and model.optimizer is self._replaced[1]:
+                set_optimizer(model, self._replaced[0])
         if not standing.stack:
-            del _standings[model]
+            del model.__dict__[_STANDING]
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +125,7 @@ class AppliedPlan:
 
 def applied_plan(model: keras.Model) -> Plan | None:
     """The plan in force on the model, or None."""
-    standing = _standings.get(model)
+    standing = _standing_of(model)
     return standing.stack[-1].plan if standing is not None and standing.stack else None
 
 
@@ -191,7 +198,9 @@ class _Standing:
                 self._raised += [_RaisedOutputs(child) for child in halves]
 
 
-_standings: WeakKeyDictionary[keras.Model, _Standing] = WeakKeyDictionary()
+def _standing_of(model: keras.Model) -> _Standing | None:
+    """Kept on the model itself: a table beside it would keep the model, through its layers, for ever."""
+    return model.__dict__.get(_STANDING)
 
 
 class _RaisedOutputs:

@@ -25,8 +25,8 @@ from halfwise.core.timing import TimingTable
 from halfwise.errors import TrainingStopped, UsageError
 from halfwise.keras.apply import AppliedPlan, applied_plan, forget_compiled_code
 from halfwise.keras.evidence import Evidence, set_by_hand
-from halfwise.keras.execution import Execution
-from halfwise.keras.guarded_step import BEFORE, VITALS, Vitals, read_vitals
+from halfwise.keras.execution import Execution, LoopExecution
+from halfwise.keras.guarded_step import BEFORE, VITALS, Step, Vitals, read_vitals
 from halfwise.keras.heads import half_heads, half_heads_text
 from halfwise.keras.localise import localise
 from halfwise.keras.loss_scale import LossScaleOptimizer
@@ -109,6 +109,7 @@ class Engine:
         self.last: StepResult | None = None
         self._applied: AppliedPlan | None = None
         self._skips_in_a_row = 0
+        self._applied_in_epoch = False
         self._logs: dict[str, Any] = {}
         self._before = self.scale
         self._batch: Any = None
@@ -152,10 +153,22 @@ class Engine:
         self.plan, self.evidence = self._applied.plan, None
         self._settle()
 
+    def use_step(self, step: Step) -> None:
+        """Goes on with another training step, such as one with another loss, in a loop of the user's own."""
+        step.optimizer = self.optimizer  # type: ignore[attr-defined]
+        self.execution = LoopExecution(self.model, step)
+        if self.evidence is not None:
+            self.evidence.use_step(step)
+        self.execution.compile(self.optimizer)
+
     def end_evidence(self, plan: Plan) -> None:
         """Goes on under `plan`, which is in force on the model already."""
         self.plan, self.evidence = plan, None
         self._settle()
+
+    def epoch_begins(self) -> None:
+        """The metrics begin anew."""
+        self._applied_in_epoch = False
 
     def ended(self) -> None:
         """Training is over: where no plan was made, the layers are to be decided on again next time."""
@@ -200,7 +213,7 @@ class Engine:
         self.state = tuple(groups)
 
     def _get(self, variable: keras.Variable) -> Any:
-        if self.state is None:
+        if self.state is None or self.model._jax_state_synced:  # between two epochs the model has its variables
             return keras.ops.convert_to_numpy(variable)
         group, index = self._place(variable)
         return keras.ops.convert_to_numpy(self.state[group][index])
@@ -264,7 +277,7 @@ class Engine:
     def _attempt(self, batch: Any) -> _Attempt:
         logs, self.state, self._batch = self.execution.run(batch, self.state)
         vitals = read_vitals(logs.pop(VITALS))
-        if vitals.grad_norm == _UNTOUCHED:
+        if vitals.grad_norm == _UNTOUCHED and self.model.trainable_variables:
             raise UsageError(
                 f"the training step of {self.model.name!r} does not go through its optimizer ({self.optimizer.name}), "
                 "so there is nothing to guard. A train_step with optimizers of its own (a GAN's) cannot train under "
@@ -284,6 +297,7 @@ class Engine:
         if attempt.sound:
             self.guard_state = GuardState(settled=True)
             self._skips_in_a_row = 0
+            self._applied_in_epoch = True
             if self.evidence is not None:
                 self.evidence.keep_step()
         else:
@@ -305,9 +319,11 @@ class Engine:
         )
 
     def _metrics(self) -> dict[str, Any]:
-        """The metrics as they stand without a step that was skipped."""
-        if not getattr(self.model, "compiled", False) or "output" in self._logs:
+        """The metrics as they stand without a step that was skipped; NaN where no step of the epoch was applied."""
+        if not self.model.compiled or "output" in self._logs:
             return {}
+        if not self._applied_in_epoch:
+            return {name: float("nan") for name in self._logs}
         if self.state is None:
             found = self.model.get_metrics_result()
         else:
@@ -362,8 +378,12 @@ class Engine:
     def fix(self, modules: Sequence[str], *, done: bool) -> tuple[str, ...]:
         """Lines to paste."""
         if done:
-            return ("done. To begin like this next time:", 'guard.plan.save("plan.toml"), then hw.apply(model, plan)')
-        default = self.plan.default.compute if self.plan is not None else "float32"
+            again = 'guard.plan.save("plan.toml"), then hw.apply(model, "plan.toml")'
+            return ("done. To begin like this next time:", again)
+        plan = self.plan or Plan(framework="keras")
+        default = plan.default.compute
+        kept = [str(rule.path) for rule in plan.layers if rule.compute == "float32" and rule.path is not None]
+        modules = list(dict.fromkeys([*modules, *kept]))
         rules = ", ".join(f'"{module}": "float32"' for module in modules)
         return (f'hw.apply(model, hw.Plan.manual({{{rules}}}, default="{default}", framework="keras"))',)
 

@@ -60,6 +60,10 @@ class Evidence:
         self._losses: list[float] = []
         self._loss = float("nan")
 
+    def use_step(self, step: Step) -> None:
+        """Goes on with another training step."""
+        self._step = step
+
     @property
     def complete(self) -> bool:
         """True where enough steps were seen."""
@@ -109,7 +113,7 @@ class Evidence:
 
     def _kept(self) -> dict[str, Because]:
         kept: dict[str, Because] = dict.fromkeys(heads(self._model), HEAD_REASON)
-        return kept | dict.fromkeys(self._by_hand, ("manual", "its precision was set by hand"))
+        return kept | dict.fromkeys(self._by_hand, ("manual", "the layer was built with this precision"))
 
     def _with_layers_by_hand(self, plan: Plan) -> Plan:
         rules = {rule.path: rule for rule in plan.layers}

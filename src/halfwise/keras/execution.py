@@ -56,6 +56,7 @@ class FitExecution:
     def __init__(self, model: keras.Model, train_function: Step) -> None:
         self._model = model
         self._train_function = train_function
+        self._make = model.make_train_function
         self._earlier = model.__dict__.get("train_step")
         self.step: Step = model.train_step
         self._inner: Any = None
@@ -74,7 +75,7 @@ class FitExecution:
         model = self._model
         self._guarded = GuardedStep(self.step, model, optimizer, gives_batch=self.draws)
         model.__dict__["train_step"] = self._guarded
-        model.make_train_function(force=True)
+        self._make(force=True)
         self._inner = model.train_function
         model.train_function = self._train_function
 

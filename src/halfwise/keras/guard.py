@@ -15,6 +15,7 @@ import keras
 from halfwise.core.diagnosis import Incident
 from halfwise.core.options import as_policy, check_options
 from halfwise.core.plan import Plan
+from halfwise.core.policy import disabled
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
@@ -23,9 +24,10 @@ from halfwise.keras.engine import Engine
 from halfwise.keras.execution import FitExecution, LoopExecution, Next, put_model_state
 from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.optimizer import UNSCALED, set_optimizer
-from halfwise.keras.probe import as_in_fit
+from halfwise.keras.probe import as_in_fit, built
+from halfwise.keras.restore import put_back
 from halfwise.keras.result import StepResult
-from halfwise.keras.start import begin_engine, build
+from halfwise.keras.start import begin_engine
 from halfwise.keras.training_step import OwnStep
 from halfwise.keras.validate import check_model
 
@@ -34,17 +36,13 @@ __all__ = ["PrecisionGuard"]
 _LOG = logging.getLogger("halfwise")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Loop:
     """What a loop of the user's own trains."""
 
     model: keras.Model
     loss: Any
     optimizer: Any
-
-    def fits(self, model: keras.Model, loss: Any, optimizer: Any) -> bool:
-        """True where a step is one more of this loop."""
-        return self.model is model and self.optimizer is optimizer and (self.loss is loss or self.loss == loss)
 
 
 _guards: WeakKeyDictionary[keras.Model, ref[PrecisionGuard]] = WeakKeyDictionary()  # those at work in a `fit`
@@ -104,6 +102,9 @@ class PrecisionGuard(keras.callbacks.Callback):
         self._log = log or _LOG.warning
         self._engine: Engine | None = None
         self._execution: FitExecution | None = None
+        self._previous: Engine | None = None
+        self._optimizer: Any = None
+        self._make: Any = None
         self._loop: _Loop | None = None
         self._before = state.Before()
         self._loaded: Mapping[str, Any] | None = None
@@ -189,6 +190,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         check_model(model)
         self.set_model(model)
         self.on_train_begin()
+        self._stop_looking_for_another_fit()  # `train_on_batch` asks for its function each time
         try:
             yield self
         finally:
@@ -205,15 +207,43 @@ class PrecisionGuard(keras.callbacks.Callback):
                 f"the model {model.name!r} has no optimizer of Keras that its steps go through (model.optimizer is "
                 f"{model.optimizer!r}); compile it with one, as in model.compile(optimizer='adam', ...)"
             )
+        if disabled():
+            return
         entry = _guards.get(model)
         if entry is not None and (other := entry()) is not None:
             other._give_back()  # of a fit that ended with an error
         _guards[model] = ref(self)
         self._execution = FitExecution(model, self._train_function)
-        if keras.backend.backend() == "tensorflow" and not all(layer.built for layer in model._flatten_layers()):
-            self._engine, model.train_function = None, self._train_function  # the first batch shows what to build
-        else:
+        self._optimizer = model.optimizer
+        self._make = model.__dict__.get("make_train_function")
+        model.__dict__["make_train_function"] = self._another_fit
+        self._previous, self._engine = self._engine, None
+        if keras.backend.backend() == "jax":  # `fit` takes the state of everything now
             self._begin(None)
+        else:  # the first batch shows what is to be built
+            if self._loaded is not None:
+                state.put_generator(self._loaded)
+            model.train_function = self._train_function
+
+    def _another_fit(self, force: bool = False) -> Any:
+        """In place of the model's `make_train_function`, which a `fit` calls before its callbacks.
+
+        So this is a fit inside the guarded one, or one after it ended with an error in another callback.
+        """
+        model = self._model
+        self._give_back()
+        return model.make_train_function(force=force)
+
+    def _stop_looking_for_another_fit(self) -> None:
+        if self._make is None:
+            self._model.__dict__.pop("make_train_function", None)
+        else:
+            self._model.__dict__["make_train_function"] = self._make
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
+        """A new epoch's metrics begin."""
+        if self._engine is not None:
+            self._engine.epoch_begins()
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
         """Gives the model back; the plan stays in force."""
@@ -224,19 +254,23 @@ class PrecisionGuard(keras.callbacks.Callback):
     def _step(self, model: keras.Model, data: tuple[Any, ...], loss: Any, optimizer: Any) -> StepResult:
         """One step of `step.py`."""
         batch = keras.tree.map_structure(as_in_fit, data)
-        if self._loop is None or not self._loop.fits(model, loss, optimizer):
+        loop = self._loop
+        if loop is None or loop.model is not model or loop.optimizer is not optimizer or self._engine is None:
+            self._begin_loop(model, batch, loss, optimizer)
             self._loop = _Loop(model, loss, optimizer)
-            self._begin_loop(model, batch)
+        elif loop.loss is not loss and loop.loss != loss:
+            own = OwnStep(model, loss)
+            own.build(batch)
+            self._engine.use_step(own)
+            self._loop = _Loop(model, loss, optimizer)
         assert self._engine is not None
         self._engine.run(batch)
         assert self._engine.last is not None
         return self._engine.last
 
-    def _begin_loop(self, model: keras.Model, batch: Any) -> None:
-        assert self._loop is not None
-        own, before = OwnStep(model, self._loop.loss), self._engine
+    def _begin_loop(self, model: keras.Model, batch: Any, loss: Any, optimizer: Any) -> None:
+        own, before = OwnStep(model, loss), self._engine
         own.build(batch)
-        optimizer = self._loop.optimizer
         if optimizer is None and not isinstance(getattr(model, "optimizer", None), keras.optimizers.Optimizer):
             raise UsageError(
                 f"the model {model.name!r} has no optimizer: give step(..., optimizer=...), or compile it with one"
@@ -249,11 +283,12 @@ class PrecisionGuard(keras.callbacks.Callback):
 
     def _begin(self, batch: Any) -> None:
         assert self._execution is not None
-        model, before = self._model, self._engine
+        model = self._model
         if batch is not None:
-            build(model, batch)
+            with put_back(model):  # Keras draws from generators when it builds
+                built(model, batch)
         self._engine = begin_engine(model, self._execution, self._policy, log=self._log, **self._options)
-        self._go_on(before)
+        self._go_on(self._previous)
 
     def _go_on(self, before: Engine | None) -> None:
         """A second training under the same guard goes on counting, and a saved one where it was saved."""
@@ -261,7 +296,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         if before is not None:
             self._engine.go_on_from(before)
         if self._loaded is not None:
-            state.load_state_dict(self._engine, self._loaded)
+            state.load_state_dict(self._engine, self._loaded, generator=self._execution is None)
             self._loaded = None
 
     @property
@@ -306,7 +341,7 @@ class PrecisionGuard(keras.callbacks.Callback):
     def _rescue(self, model_state: Any) -> None:
         """After an error: the model gets its variables, which on JAX `fit` has, and everything else back."""
         model = self._model
-        if model_state is not None:
+        if model_state is not None and not model._jax_state_synced:
             put_model_state(model, model.optimizer, model_state)
             model._jax_state_synced = True
         self._give_back()
@@ -317,10 +352,10 @@ class PrecisionGuard(keras.callbacks.Callback):
         model = self._model
         self._execution.end()
         self._execution = None
-        model.train_function = None
+        self._stop_looking_for_another_fit()
         if self._engine is not None:
             self._engine.ended()
-        optimizer = model.optimizer
-        if isinstance(optimizer, LossScaleOptimizer) and optimizer.settings == UNSCALED:
-            set_optimizer(model, optimizer.inner_optimizer)
+        if isinstance(model.optimizer, LossScaleOptimizer) and model.optimizer.settings == UNSCALED:
+            set_optimizer(model, self._optimizer)
+        model.make_train_function(force=True)  # a fit around this one goes on with Keras' own
         _guards.pop(model, None)

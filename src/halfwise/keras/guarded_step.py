@@ -20,6 +20,7 @@ from keras import ops
 
 from halfwise.core.loss_scale import LossScaleState
 from halfwise.keras.loss_scale import LossScaleOptimizer
+from halfwise.keras.restore import hidden_state
 
 __all__ = ["BATCH", "BEFORE", "VITALS", "GuardedStep", "Step", "Vitals", "read_vitals"]
 
@@ -74,6 +75,8 @@ class GuardedStep:
         self._gives_batch = gives_batch
         tracker = getattr(model, "_loss_tracker", None)
         self._sums = [] if tracker is None else [tracker.total, tracker.count]
+        if not {id(variable) for variable in self._sums} <= {id(variable) for variable in _metrics_of(model)}:
+            self._sums = []  # a model that keeps metrics of its own, and no mean of the loss
         scale = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.hysteresis_left]
         self._scale = [] if optimizer.transparent else scale
         self._batch_like: Any = None
@@ -127,9 +130,13 @@ def _kept_variables(model: keras.Model) -> list[keras.Variable]:
             found[id(variable)] = variable
         for generator in layer._seed_generators:
             found[id(generator.state)] = generator.state
-    for variable in model.metrics_variables if model.compiled else ():
+    for variable in (*_metrics_of(model), *hidden_state(model)):
         found[id(variable)] = variable
     return list(found.values())
+
+
+def _metrics_of(model: keras.Model) -> list[keras.Variable]:
+    return model.metrics_variables if model.compiled else []
 
 
 def _values(variables: Sequence[keras.Variable]) -> list[Any]:

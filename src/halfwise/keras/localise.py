@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -57,6 +58,32 @@ def localise(
     Returns:
         A diagnosis; its verdict is `"not_reproducible"` where nothing fails any more.
     """
+    found = _localised(
+        model,
+        data,
+        plan=plan,
+        apply_plan=apply_plan,
+        loss_scale=loss_scale,
+        half_format=half_format,
+        state=state,
+        step=step,
+    )
+    kept = "".join(f', "{r.path}": "float32"' for r in plan.layers if r.compute == "float32" and r.path is not None)
+    ours = f'"{found.module}": "float32"}}'  # a line to paste must not lower what is in float32 already
+    return replace(found, fix=tuple(line.replace(ours, f"{ours[:-1]}{kept}}}") for line in found.fix))
+
+
+def _localised(
+    model: keras.Model,
+    data: tuple[Any, ...],
+    *,
+    plan: Plan,
+    apply_plan: Callable[[Plan], AbstractContextManager[Any]],
+    loss_scale: float,
+    half_format: str,
+    state: tuple[Any, ...] | None,
+    step: Callable[..., Any] | None,
+) -> Diagnosis:
 
     def run(under: Plan, scale: float) -> Replay:
         with apply_plan(under):

@@ -7,6 +7,7 @@ per layer, or in a float32 model with float16 layers nothing is scaled, and smal
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import keras
 from keras.src.saving.serialization_lib import SerializableDict
@@ -22,15 +23,19 @@ UNSCALED = LossScaleSettings(initial=1.0, floor=1.0, ceiling=1.0)
 """A loss scale that stays at 1: gradients are checked, and nothing is scaled."""
 
 
-def settle_optimizer(model: keras.Model, plan: Plan) -> None:
+def settle_optimizer(model: keras.Model, plan: Plan) -> tuple[Any, Any] | None:
     """Has the optimizer of a compiled model scale the loss where the plan needs it.
 
     The optimizer's own iterations and moments stay. A loss scale that it has already stays where it stands.
+
+    Returns:
+        The optimizer before and now; None where it is the same.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not plan.uses("float16") or _is_ours(optimizer):
-        return
+        return None
     set_optimizer(model, watched(optimizer, scale_settings(plan, optimizer)))
+    return optimizer, model.optimizer
 
 
 def scale_settings(plan: Plan, optimizer: keras.optimizers.Optimizer) -> LossScaleSettings:
@@ -50,6 +55,8 @@ def scale_settings(plan: Plan, optimizer: keras.optimizers.Optimizer) -> LossSca
 def watched(optimizer: keras.optimizers.Optimizer, settings: LossScaleSettings) -> LossScaleOptimizer:
     """The optimizer with the check of its gradients, in place of Keras' own loss scaling where it has that."""
     if _is_ours(optimizer):
+        if settings == UNSCALED and not optimizer.transparent:  # the user's own, which comes back afterwards
+            return LossScaleOptimizer.of(optimizer.inner_optimizer, settings)
         return optimizer
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return LossScaleOptimizer.of(optimizer, settings)

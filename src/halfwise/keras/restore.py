@@ -13,7 +13,7 @@ import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
-__all__ = ["attribute", "put_back"]
+__all__ = ["attribute", "hidden_state", "put_back"]
 
 _backend = import_module(f"halfwise.keras.backends.{keras.backend.backend()}")
 
@@ -34,11 +34,27 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             object.__setattr__(owner, name, before)
 
 
+def hidden_state(model: keras.Model) -> list[keras.Variable]:
+    """Variables that a forward pass changes and that the model does not count among its state.
+
+    The states of stateful recurrent layers, and the weights that spectral normalisation normalises in place.
+    """
+    found = []
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            found += [v for v in keras.tree.flatten(getattr(layer, "states", None)) if isinstance(v, keras.Variable)]
+        if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
+            found += layer._flatten_layers()[1].trainable_variables
+    return found
+
+
 @contextmanager
 def put_back(model: keras.Model) -> Iterator[None]:
     """After the block moving statistics, metrics, seeds and random generators are as before it, also after errors."""
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     variables = [*model.non_trainable_variables, *model.metrics_variables, *([] if seeds is None else [seeds.state])]
+    known = set(map(id, variables))
+    variables += [variable for variable in hidden_state(model) if id(variable) not in known]
     restore = _backend.keep(variables)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:

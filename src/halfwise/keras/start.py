@@ -20,7 +20,7 @@ from halfwise.keras.policy import undecided_layers, wanted_by
 from halfwise.keras.probe import tapped_layers
 from halfwise.keras.training_step import OwnStep
 
-__all__ = ["begin_engine", "build", "plan_of_policies", "plan_wanted"]
+__all__ = ["begin_engine", "plan_of_policies", "plan_wanted"]
 
 _FORMATS = ("float32", "bfloat16", "float16")
 
@@ -41,19 +41,27 @@ def begin_engine(
         options["timing"].check_paths(named_layers(model), type(model).__name__)
     plan, in_force = plan_wanted(model, policy)
     if disabled():
-        plan, in_force, options["guard"] = Plan(framework="keras"), True, False
+        plan, in_force, options["guard"] = plan_of_policies(model), True, False
     undecided = _decide(model)
     own = optimizer if optimizer is not None else model.optimizer
-    ours = watched(own, UNSCALED if plan is None else scale_settings(plan, own))
-    if plan is not None and plan.uses("float16") and plan.loss_scale is None:
-        plan = replace(plan, loss_scale=ours.settings)
-    if optimizer is None:
-        set_optimizer(model, ours)
-    if isinstance(execution.step, OwnStep):
-        execution.step.optimizer = ours
-    if not ours.built:
-        ours.build(model.trainable_variables)
-    return Engine(model, ours, execution, plan, in_force=in_force, undecided=undecided, **options)
+    try:
+        ours = watched(own, UNSCALED if plan is None else scale_settings(plan, own))
+        if plan is not None and plan.uses("float16") and plan.loss_scale is None:
+            plan = replace(plan, loss_scale=ours.settings)
+        if optimizer is None:
+            set_optimizer(model, ours)
+        if isinstance(execution.step, OwnStep):
+            execution.step.optimizer = ours
+        if not ours.built:
+            ours.build(model.trainable_variables)
+        return Engine(model, ours, execution, plan, in_force=in_force, undecided=undecided, **options)
+    except BaseException:
+        if optimizer is None:
+            set_optimizer(model, own)
+        layers = named_layers(model)
+        for path, mark in undecided.items():
+            layers[path]._dtype_policy = mark
+        raise
 
 
 def plan_wanted(model: keras.Model, policy: str | Plan | None) -> tuple[Plan | None, bool]:
@@ -90,11 +98,6 @@ def plan_of_policies(model: keras.Model) -> Plan:
         if plan.compute(path) != compute:
             plan = plan.with_rule(Rule(path=path, compute=compute, reason="manual", detail="the layer's own policy"))
     return plan
-
-
-def build(model: keras.Model, batch: Any) -> None:
-    """Builds layers, metrics and losses from the shapes of a batch, as Keras does before its first step."""
-    model._symbolic_build(data_batch=batch)
 
 
 def _decide(model: keras.Model) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from halfwise.errors import UsageError
 from halfwise.keras.apply import applied_plan
 from halfwise.keras.engine import Engine
 
-__all__ = ["Before", "load_state_dict", "state_dict"]
+__all__ = ["Before", "load_state_dict", "put_generator", "state_dict"]
 
 _VERSION = 1
 _KEYS = ("plan", "guard", "incidents", "steps", "skipped_steps", "loss_scale", "seeds", "generator")
@@ -80,8 +80,8 @@ class Before:
         )
 
 
-def load_state_dict(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """See `PrecisionGuard.load_state_dict`."""
+def load_state_dict(engine: Engine, saved: Mapping[str, Any], *, generator: bool = True) -> None:
+    """See `PrecisionGuard.load_state_dict`; `generator` is False where `put_generator` was called before."""
     before = Before.of(saved)
     if not disabled() and before.plan is not None:
         if applied_plan(engine.model) != before.plan:
@@ -92,7 +92,8 @@ def load_state_dict(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.incidents = list(before.incidents)
     engine.steps, engine.skipped_steps = before.steps, before.skipped_steps
     engine.put_seeds(saved["seeds"])
-    _put_generator(saved["generator"])
+    if generator:
+        put_generator(saved)
 
 
 def _generator() -> str | None:
@@ -104,9 +105,10 @@ def _generator() -> str | None:
     return torch.get_rng_state().numpy().tobytes().hex()
 
 
-def _put_generator(saved: str | None) -> None:
-    if saved is None or keras.backend.backend() != "torch":
+def put_generator(saved: Mapping[str, Any]) -> None:
+    """Sets torch's generator as it was. In `fit` that is to be done before the epoch's iterator draws from it too."""
+    if saved["generator"] is None or keras.backend.backend() != "torch":
         return
     import torch
 
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["generator"]), dtype=torch.uint8))

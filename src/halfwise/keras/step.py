@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 
@@ -14,7 +13,7 @@ from halfwise.keras.validate import check_model
 
 __all__ = ["step"]
 
-_guards: WeakKeyDictionary[keras.Model, PrecisionGuard] = WeakKeyDictionary()
+_GUARD = "_halfwise_guard"  # an attribute of the model, so that both go together
 
 
 def step(
@@ -57,7 +56,7 @@ def step(
     """
     check_model(model)
     if guard is None:
-        guard = _guards.setdefault(model, PrecisionGuard())
+        guard = model.__dict__.setdefault(_GUARD, PrecisionGuard())
     elif not isinstance(guard, PrecisionGuard):
         raise UsageError(f"step(guard={guard!r}): give a PrecisionGuard, or leave it out")
     return guard._step(model, (x, y, sample_weight), loss, optimizer)

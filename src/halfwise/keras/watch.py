@@ -149,12 +149,12 @@ class Watch:
                 if number == 0:
                     raise
                 break
-            before = self._numbers(state)
+            before, kept = self._numbers(state), self._kept(state)
             if len(args) == 2:
                 logs, state = inner(state, iter([batch]))
             else:
                 logs = inner([batch] if keras.backend.backend() == "torch" else iter([batch]))
-            self._look(batch, state, before, self._numbers(state))
+            self._look(batch, state, before, self._numbers(state), kept)
         return (logs, state) if len(args) == 2 else logs
 
     def _numbers(self, state: Any) -> tuple[float, float]:
@@ -162,6 +162,8 @@ class Watch:
         model = self._model
         tracker, optimizer = model._loss_tracker, model.optimizer
         scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if not {id(tracker.total)} <= {id(v) for v in model.metrics_variables}:
+            return math.nan, math.nan  # a model with metrics of its own: nothing is known of its loss
         if state is None:
             scale = (optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale) if scaled else math.nan
             return _number(tracker.total), _number(scale)
@@ -172,7 +174,17 @@ class Watch:
             state[2][[id(v) for v in optimizer.variables].index(id(optimizer.dynamic_scale))]
         )
 
-    def _look(self, batch: Any, state: Any, before: tuple[float, float], after: tuple[float, float]) -> None:
+    def _kept(self, state: Any) -> list[Any]:
+        """Moving statistics before the step, which a bad one ruins: what comes of it is not to be blamed on them."""
+        variables = self._model.non_trainable_variables
+        values = [v.value for v in variables] if state is None else state[1]
+        if keras.backend.backend() == "torch":
+            return [value.detach().clone() for value in values]
+        return [keras.ops.copy(value) for value in values]
+
+    def _look(
+        self, batch: Any, state: Any, before: tuple[float, float], after: tuple[float, float], kept: list[Any]
+    ) -> None:
         step, self.steps = self.steps, self.steps + 1
         scale_before, scale = before[1], after[1]
         scaled, skipped = math.isfinite(scale), scale < scale_before
@@ -187,9 +199,23 @@ class Watch:
         )
         self._state, action = observe(self._state, seen)
         if action == "localise" and step >= self._rest_until:
-            self._diagnose(batch, state, scale_before if scaled else 1.0)
+            self._diagnose(batch, state, scale_before if scaled else 1.0, kept)
 
-    def _diagnose(self, batch: Any, state: Any, loss_scale: float) -> None:
+    def _diagnose(self, batch: Any, state: Any, loss_scale: float, kept: list[Any]) -> None:
+        variables = self._model.non_trainable_variables
+        if state is not None:
+            self._diagnosed(batch, (state[0], kept, *state[2:]), loss_scale)
+            return
+        after = [keras.ops.copy(v.value) for v in variables]
+        for variable, value in zip(variables, kept, strict=True):
+            variable.assign(value)
+        try:
+            self._diagnosed(batch, None, loss_scale)
+        finally:
+            for variable, value in zip(variables, after, strict=True):
+                variable.assign(value)
+
+    def _diagnosed(self, batch: Any, state: Any, loss_scale: float) -> None:
         model = self._model
         plan = applied_plan(model) or plan_of_policies(model)
         half = next((name for name in _HALF if plan.uses(name)), "float32")

@@ -57,7 +57,9 @@ class TrainingView:
         """Training begins, or goes on, at `step`."""
         self._epochs = epochs
         if step:
-            self.message(f"going on at step {step:,}, epoch {step // steps_per_epoch + 1} of {epochs}")
+            done = step >= epochs * steps_per_epoch
+            where = f"epoch {step // steps_per_epoch + 1} of {epochs}"
+            self.message("all epochs are done already" if done else f"going on at step {step:,}, {where}")
         total = epochs * steps_per_epoch
         self._task = self._progress.add_task("training", total=total, completed=step, state="")
 
