@@ -115,7 +115,7 @@ def test_closing_and_watching_again() -> None:
 def test_an_optimizer_in_a_loop_that_forgets_to_scale() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    gradients = [keras.ops.ones_like(v) for v in model.trainable_variables]
+    gradients = [keras.ops.ones(v.shape) for v in model.trainable_variables]
     for optimizer, message in (
         (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "optimizer.scale_loss(loss)"),
         (keras.optimizers.SGD(), "hw.LossScaleOptimizer(optimizer)"),
