@@ -289,6 +289,20 @@ def test_train_on_batch() -> None:
     assert (guard.steps, guard.skipped_steps) == (3, 1)
 
 
+def test_stopping_in_train_on_batch_keeps_the_weights() -> None:
+    x, y = batch(32)
+    model = classifier()
+
+    def train() -> None:
+        for _ in range(4):
+            model.train_on_batch(np.full_like(x, np.nan), y)
+
+    with quiet().attached(model), pytest.raises(TrainingStopped):
+        train()
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    model.train_on_batch(x, y)
+
+
 class OwnStepModel(keras.Sequential):
     """A model with a `train_step` of its own, as Keras' guides write it."""
 

@@ -183,8 +183,9 @@ class Engine:
         self.incidents = [*earlier.incidents]
         self.steps, self.skipped_steps = earlier.steps, earlier.skipped_steps
         self.guard_state = earlier.guard_state
-        self.profile = self.profile or earlier.profile
-        self.timing = self.timing or earlier.timing
+        if earlier.model is self.model:  # another model's evidence says nothing about this one
+            self.profile = self.profile or earlier.profile
+            self.timing = self.timing or earlier.timing
 
     def _settle(self) -> None:
         """Fits the loss scale and the compiled step to the plan."""

@@ -299,10 +299,6 @@ class PrecisionGuard(keras.callbacks.Callback):
             state.load_state_dict(self._engine, self._loaded, generator=self._execution is None)
             self._loaded = None
 
-    @property
-    def _at_work(self) -> bool:
-        return self._execution is not None
-
     def _train_function(self, *args: Any) -> Any:
         """What `fit` calls for each execution: as many guarded steps as the model's `steps_per_execution` says."""
         stateless = len(args) == 2

@@ -2,7 +2,7 @@
 
 The optimizer leaves weights and moments alone when the gradients are not sound. What a step changes besides is moving
 statistics, seeds and metrics. On JAX the step itself returns the old values then. On TensorFlow and torch it hands
-them out, which costs nothing, and `undo` puts them back, which is rare.
+them out, which costs little, and `undo` puts them back, which is rare.
 
 A step has the signature of Keras' `train_step`: `step(data) -> logs` on TensorFlow and torch, `step(state, data) ->
 (logs, state)` on JAX.
