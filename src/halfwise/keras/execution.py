@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import keras
 
-from halfwise.keras.guarded_step import BATCH, GuardedStep, Step
+from halfwise.keras.guarded_step import GuardedStep, Step
 from halfwise.keras.loss_scale import LossScaleOptimizer
 
 __all__ = ["Execution", "FitExecution", "LoopExecution", "Next", "model_state", "put_model_state"]
@@ -51,6 +51,9 @@ class FitExecution:
     Args:
         model: compiled.
         train_function: what `fit` is to call in place of the function that Keras makes.
+
+    Attributes:
+        draws: the compiled step can draw its batch itself, which saves a call into TensorFlow for each step.
     """
 
     def __init__(self, model: keras.Model, train_function: Step) -> None:
@@ -60,23 +63,24 @@ class FitExecution:
         self._earlier = model.__dict__.get("train_step")
         self.step: Step = model.train_step
         self._inner: Any = None
+        self._drawing: Step | None = None
+        self.draws = self._can_draw()
         self._guarded: GuardedStep | None = None
 
-    @property
-    def draws(self) -> bool:
-        """True where the compiled step can draw its batch itself, which saves a call into TensorFlow for each step."""
+    def _can_draw(self) -> bool:
         model = self._model
-        return _BACKEND == "tensorflow" and not (
-            model.steps_per_execution > 1 or model.jit_compile or model.run_eagerly or model._distribute_strategy
-        )
+        made_by_keras = getattr(self._make, "__func__", None) is keras.Model.make_train_function
+        special = model.steps_per_execution > 1 or model.jit_compile or model.run_eagerly or model._distribute_strategy
+        return _BACKEND == "tensorflow" and made_by_keras and not special
 
     def compile(self, optimizer: LossScaleOptimizer) -> None:
         """Has Keras make the train function anew around the guarded step."""
         model = self._model
-        self._guarded = GuardedStep(self.step, model, optimizer, gives_batch=self.draws)
+        self._guarded = GuardedStep(self.step, model, optimizer)
         model.__dict__["train_step"] = self._guarded
         self._make(force=True)
         self._inner = model.train_function
+        self._drawing = self._compiled_with_its_draw() if self.draws else None
         model.train_function = self._train_function
 
     def run(self, batch: Any, state: Any) -> tuple[dict[str, Any], Any, Any]:
@@ -86,17 +90,26 @@ class FitExecution:
             return logs, state, batch
         if _BACKEND == "torch":
             return self._inner([batch]), state, batch
-        logs = dict(self._drawn(batch) if isinstance(batch, Next) else self._inner(iter([batch])))
-        leaves = logs.pop(BATCH, None)
-        if leaves is not None and self._guarded is not None:
-            batch = self._guarded.batch(leaves)
-        return logs, state, batch
+        if isinstance(batch, Next):
+            logs, batch = self._drawn(batch)
+            return logs, state, batch
+        return dict(self._inner(iter([batch]))), state, batch
+
+    def _compiled_with_its_draw(self) -> Step:
+        """`iterator -> (logs, batch)`. Keras' own puts the logs into an `Optional`, which takes time to open."""
+        import tensorflow as tf
+
+        guarded = self._guarded
+        assert guarded is not None
+        both = self._model._autoconvert_optionals(lambda batch: (guarded(batch), batch))
+        return tf.function(lambda iterator: both(next(iterator)), reduce_retracing=True, autograph=False)
 
     def _drawn(self, batch: Next) -> Any:
         import tensorflow as tf
 
+        assert self._drawing is not None
         try:
-            return self._inner(batch.iterator)
+            return self._drawing(batch.iterator)
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
 

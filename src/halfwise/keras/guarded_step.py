@@ -1,8 +1,8 @@
 """A training step that leaves no trace when it is skipped, and says how it went.
 
 The optimizer leaves weights and moments alone when the gradients are not sound. What a step changes besides is moving
-statistics, seeds and metrics. On JAX the step itself returns the old values then. On TensorFlow and torch it hands
-them out, which costs little, and `undo` puts them back, which is rare.
+statistics, seeds and metrics. On JAX and TensorFlow the step itself keeps their old values then. On torch, where each
+operation takes the host's time, it hands them out, and `undo` puts them back, which is rare.
 
 A step has the signature of Keras' `train_step`: `step(data) -> logs` on TensorFlow and torch, `step(state, data) ->
 (logs, state)` on JAX.
@@ -10,8 +10,7 @@ A step has the signature of Keras' `train_step`: `step(data) -> logs` on TensorF
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,10 @@ from halfwise.core.loss_scale import LossScaleState
 from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.restore import hidden_state
 
-__all__ = ["BATCH", "BEFORE", "VITALS", "GuardedStep", "Step", "Vitals", "read_vitals"]
+__all__ = ["BEFORE", "VITALS", "GuardedStep", "Step", "Vitals", "read_vitals"]
 
-VITALS, BEFORE, BATCH = "_halfwise_vitals", "_halfwise_before", "_halfwise_batch"
-"""Keys in the logs of a guarded step: a float32 vector for `read_vitals`, values for `undo`, leaves for `batch`."""
+VITALS, BEFORE = "_halfwise_vitals", "_halfwise_before"
+"""Keys in the logs of a guarded step: a float32 vector for `read_vitals`, and on torch values for `undo`."""
 
 Step = Callable[..., Any]
 
@@ -49,7 +48,8 @@ class Vitals:
 
 def read_vitals(vector: Any) -> Vitals:
     """Brings the vector to the host: the one time that a step waits for the device."""
-    norm, total, count, *scale = ops.convert_to_numpy(vector).tolist()
+    numbers = vector.numpy() if _BACKEND == "tensorflow" else vector
+    norm, total, count, *scale = numbers.tolist()
     before = None
     if scale:
         before = LossScaleState(scale=scale[0], growth_tracker=int(scale[1]), hysteresis_left=int(scale[2]))
@@ -63,23 +63,18 @@ class GuardedStep:
         step: one that goes through `optimizer` exactly once.
         model: the model that it trains, built.
         optimizer: built.
-        gives_batch: the logs hold the batch too, under `BATCH`.
     """
 
-    def __init__(
-        self, step: Step, model: keras.Model, optimizer: LossScaleOptimizer, *, gives_batch: bool = False
-    ) -> None:
+    def __init__(self, step: Step, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
         self._step = step
         self._model = model
         self._optimizer = optimizer
-        self._gives_batch = gives_batch
         tracker = getattr(model, "_loss_tracker", None)
         self._sums = [] if tracker is None else [tracker.total, tracker.count]
         if not {id(variable) for variable in self._sums} <= {id(variable) for variable in _metrics_of(model)}:
             self._sums = []  # a model that keeps metrics of its own, and no mean of the loss
         scale = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.hysteresis_left]
         self._scale = [] if optimizer.transparent else scale
-        self._batch_like: Any = None
         self._kept = _kept_variables(model)
         self.__name__ = getattr(step, "__name__", "guarded_step")
 
@@ -88,27 +83,26 @@ class GuardedStep:
 
     def undo(self, before: Sequence[Any]) -> None:
         """Puts back what a step that was not sound had changed: `before` is what its logs held under `BEFORE`."""
-        values = _unpacked(before, self._kept) if _BACKEND == "tensorflow" else before
-        for variable, value in zip(self._kept, values, strict=False):
+        for variable, value in zip(self._kept, before, strict=False):
             variable.assign(value)
-        if _BACKEND == "torch":
-            _put_generators(before[len(self._kept) :])
-
-    def batch(self, leaves: Sequence[Any]) -> Any:
-        """The batch: `leaves` is what the logs held under `BATCH`, as TensorFlow can hand it out."""
-        given = iter(leaves)
-        return keras.tree.map_structure(lambda none: None if none else next(given), self._batch_like)
+        _put_generators(before[len(self._kept) :])
 
     def _stateful(self, data: Any) -> dict[str, Any]:
-        copied = _values(self._kept)
-        sums, scale = _values(self._sums), _values(self._scale)
-        extra = {BEFORE: _packed(copied) if _BACKEND == "tensorflow" else (*copied, *_generators())}
-        if self._gives_batch:
-            self._batch_like = keras.tree.map_structure(lambda leaf: leaf is None, data)
-            extra[BATCH] = tuple(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+        before, scale = _values(self._kept), _values(self._scale)
+        generators = _generators() if _BACKEND == "torch" else []
         logs = dict(self._step(data))
-        seen = _loss(logs, sums, [variable.value for variable in self._sums])
-        return {**logs, **extra, VITALS: _vector(self._optimizer.gradient_norm.value, *seen, *scale)}
+        norm = ops.convert_to_tensor(self._optimizer.gradient_norm)
+        places = _places(self._sums, self._kept)
+        if _BACKEND == "tensorflow":
+            after = _values(self._kept)
+            for variable, value in zip(self._kept, _chosen(ops.isfinite(norm), after, before), strict=True):
+                variable.assign(value)
+            seen = _loss(logs, [before[i] for i in places], [after[i] for i in places])
+        else:
+            logs[BEFORE] = (*before, *generators)
+            seen = _loss(logs, [before[i] for i in places], [variable.value for variable in self._sums])
+        logs[VITALS] = _vector(norm, *seen, *scale)
+        return logs
 
     def _stateless(self, state: Any, data: Any) -> tuple[dict[str, Any], Any]:
         _, kept, slots, metrics = state
@@ -143,7 +137,9 @@ def _values(variables: Sequence[keras.Variable]) -> list[Any]:
     """The variables' values now, which later assignments do not change."""
     if _BACKEND == "torch":
         return [variable.value.detach().clone() for variable in variables]
-    return [ops.copy(variable.value) for variable in variables]
+    import tensorflow as tf
+
+    return [tf.convert_to_tensor(variable.value) for variable in variables]  # Keras' function gives the variable itself
 
 
 def _vector(*numbers: Any) -> Any:
@@ -171,24 +167,6 @@ def _chosen(sound: Any, new: list[Any], old: list[Any]) -> list[Any]:
 def _places(wanted: list[keras.Variable], variables: list[keras.Variable]) -> list[int]:
     by_identity = {id(variable): index for index, variable in enumerate(variables)}
     return [by_identity[id(variable)] for variable in wanted]
-
-
-def _packed(values: Sequence[Any]) -> tuple[Any, ...]:
-    """The values in one vector for each dtype: each result of a TensorFlow function costs its caller some time."""
-    by_dtype: dict[str, list[Any]] = {}
-    for value in values:
-        by_dtype.setdefault(keras.backend.standardize_dtype(value.dtype), []).append(ops.reshape(value, (-1,)))
-    return tuple(ops.concatenate(by_dtype[dtype]) for dtype in sorted(by_dtype))
-
-
-def _unpacked(vectors: Sequence[Any], variables: Sequence[keras.Variable]) -> Iterator[Any]:
-    """The inverse of `_packed`, for values of `variables`."""
-    dtypes = sorted({keras.backend.standardize_dtype(variable.dtype) for variable in variables})
-    rest = dict(zip(dtypes, (ops.convert_to_numpy(vector) for vector in vectors), strict=True))
-    for variable in variables:
-        dtype, size = keras.backend.standardize_dtype(variable.dtype), math.prod(variable.shape)
-        yield rest[dtype][:size].reshape(variable.shape)
-        rest[dtype] = rest[dtype][size:]
 
 
 def _generators() -> list[Any]:

@@ -217,6 +217,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """`apply` on TensorFlow: all replicas skip the step, or none."""
         import tensorflow as tf
 
+        from halfwise.keras.backends.tensorflow import run_if
+
         if tf.distribute.in_cross_replica_context():
             raise UsageError("apply() must be called in a replica context: within strategy.run(...)")
         unscaled, norm = self._measured(grads, variables or self._trainable_variables)
@@ -224,6 +226,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         count = replica.num_replicas_in_sync
         if count > 1:  # |sum of n gradients|^2 <= n times the sum of |gradient|^2
             norm = tf.sqrt(count * replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.square(norm)))
+        if not tf.distribute.has_strategy():
+            run_if(self._update(norm), lambda: self.inner_optimizer.apply(unscaled, variables))
+            return
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
             sound = self._update(norm)
             ops.cond(sound, lambda: self.inner_optimizer.apply(unscaled, variables), lambda: None)

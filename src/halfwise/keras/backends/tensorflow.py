@@ -1,4 +1,7 @@
-"""What halfwise does in TensorFlow's own terms. Each function but `trace` has its twin in `jax.py` and `torch.py`."""
+"""What halfwise does in TensorFlow's own terms.
+
+Each function but `run_if` and `trace` has its twin in `jax.py` and `torch.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ __all__ = [
     "keep",
     "layer_pass",
     "own_step",
+    "run_if",
     "run_step",
     "tap",
     "to_numpy",
@@ -84,6 +88,23 @@ def current_values(model: Any, _state: Any) -> list[tuple[Any, Any]]:
 def run_step(step: Callable[..., Any], _model: Any, data: Any, _state: Any) -> dict[str, Any]:
     """Calls a training step eagerly; returns its logs."""
     return step(data)
+
+
+def run_if(condition: Any, then: Callable[[], Any]) -> None:
+    """Calls `then`, for what it does to variables, where the scalar is true.
+
+    `tf.cond` puts a switch before each tensor that a branch uses, which for the hundreds that an optimizer uses takes
+    some per cent of a step. So on CPUs the branch stays a function, which is called or not. On other devices it does
+    not, because TensorFlow places the operations of such a function on one device, and not all of them run on each.
+    """
+    if tf.executing_eagerly() or any(device.device_type != "CPU" for device in tf.config.list_logical_devices()):
+        tf.cond(condition, lambda: (then(), None)[1], lambda: None)
+        return
+    taken = tf.function(lambda: (then(), None)[1], autograph=False).get_concrete_function()
+    inputs = taken.captured_inputs
+    types = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+    other = tf.function(lambda *inputs: None, autograph=False).get_concrete_function(*types)
+    tf.raw_ops.If(cond=condition, input=inputs, Tout=[], then_branch=taken, else_branch=other)
 
 
 def trace(step: Callable[..., Any], data: Any) -> None:
