@@ -12,7 +12,9 @@ train: $(VENV)/.runtime
 	$(RUN)/halfwise train image --policy $(POLICY)
 
 # Keras fixes its backend when it is imported, so each backend's tests run in a process of their own.
-test: test-core $(BACKENDS:%=test-%)
+# Two processes at a time: none of them keeps two cores busy.
+test: $(VENV)/.dev
+	$(MAKE) --jobs=2 --output-sync=target test-jax test-tensorflow test-core test-torch
 
 test-core: $(VENV)/.dev
 	$(RUN)/python -m pytest -m "$(QUICK)"

@@ -228,3 +228,8 @@ def test_variables_and_statistics_stay_in_float32() -> None:
     with apply(model, manual()):
         model.fit(x, y, verbose=0)
         assert {keras.backend.standardize_dtype(v.dtype) for v in model.weights} == {"float32"}
+
+
+def test_a_plan_for_pytorch_is_refused() -> None:
+    with pytest.raises(PlanError, match="for framework 'torch'"):
+        apply(classifier(), Plan.manual(default=HALF))

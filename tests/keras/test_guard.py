@@ -324,6 +324,33 @@ def test_a_train_step_of_the_users_own() -> None:
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+class OwnTrainFunctionModel(keras.Sequential):
+    """Makes its train function itself, and counts what that is asked for."""
+
+    executions = 0
+
+    def make_train_function(self, force: bool = False) -> Any:
+        super().make_train_function(force=force)
+        inner: Any = self.train_function
+
+        def counted(*args: Any) -> Any:
+            OwnTrainFunctionModel.executions += 1
+            return inner(*args)
+
+        self.train_function = counted
+        return counted
+
+
+def test_a_train_function_of_the_users_own_is_called_for_each_step() -> None:
+    model = OwnTrainFunctionModel([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = batch(96)
+    OwnTrainFunctionModel.executions = 0
+    guard = quiet()
+    fit(model, x, y, guard=guard, batch_size=32)
+    assert (OwnTrainFunctionModel.executions, guard.steps) == (3, 3)
+
+
 class TwoOptimizers(keras.Sequential):
     """As a GAN: the step goes through an optimizer of its own."""
 
@@ -515,7 +542,7 @@ def test_bad_arguments_are_told() -> None:
             PrecisionGuard(**options)
     model, (x, y) = classifier(), batch()
     with pytest.raises(PlanError, match="did you mean 'head'"):
-        fit(model, x, y, guard=quiet(Plan.manual({"heed": "float32"})))
+        fit(model, x, y, guard=quiet(Plan.manual({"heed": "float32"}, framework="keras")))
     set_global_policy("auto")
     with pytest.raises(UsageError, match="names layers that 'Sequential' does not have: 'fc'"):
         fit(model, x, y, guard=quiet(timing=TimingTable.uniform(["fc"], relative={"bfloat16": 0.5})))
@@ -583,7 +610,7 @@ def test_an_error_at_the_start_changes_nothing() -> None:
     model, (x, y) = classifier(), batch()
     optimizer = model.optimizer
     with pytest.raises(PlanError, match="nope"):
-        fit(model, x, y, guard=quiet(Plan.manual({"nope": "float32"}, default="float16")))
+        fit(model, x, y, guard=quiet(Plan.manual({"nope": "float32"}, default="float16", framework="keras")))
     assert model.optimizer is optimizer
     assert undecided_layers(model)
     assert applied_plan(model) is None

@@ -86,7 +86,7 @@ def test_bad_arguments() -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: hw.plan(model, x, y), "needs a loss"),
         (lambda: hw.plan(model, x, y, loss="mse", batch_size=0), "batch_size=0"),
-        (lambda: hw.plan(model, x[:0], y[:0], loss="mse"), "no data"),
+        (lambda: hw.plan(model, x[:0], y[:0], loss="mse"), "is empty"),
         (lambda: hw.plan(model, x, y, loss="mse", timing=TABLE), "does not have"),
         (lambda: hw.plan(model, x, y, loss="mse", objective="speed"), "objective is 'speed'"),
         (lambda: hw.plan(object(), x, y), r"give a keras\.Model"),

@@ -84,6 +84,11 @@ class AppliedPlan:
             raise UsageError(f"apply(model={model!r}): give a keras.Model")
         if not isinstance(plan, Plan):
             raise UsageError(f"apply(plan={plan!r}): give a halfwise Plan, such as Plan.load('plan.toml')")
+        if plan.framework != "keras":
+            raise PlanError(
+                f"the plan is for framework {plan.framework!r}; this is the Keras adapter. Make one with "
+                "halfwise.keras, or say Plan.manual(..., framework='keras')"
+            )
         self.plan = _with_canonical_paths(plan, model)
         self._model = ref(model)
         self._settle = settle

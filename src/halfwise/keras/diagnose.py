@@ -21,6 +21,7 @@ from halfwise.keras.tracing.replay import Replay, replay
 from halfwise.keras.tracing.silent import silent_overflow
 from halfwise.keras.tracing.vanished import vanished_gradients
 from halfwise.keras.training_step import OwnStep
+from halfwise.keras.validate import check_batch
 
 __all__ = ["diagnose"]
 
@@ -72,6 +73,7 @@ def diagnose(
         ('overflow_at_every_scale', 'dense', 'matmul')
     """
     half_format = _checked(model, policy, loss_scale)
+    check_batch("diagnose", x, y, sample_weight)
     data = (x, y, sample_weight)
     step = None if loss is None and model.compiled else OwnStep(model, loss)
     built(model, data, step)

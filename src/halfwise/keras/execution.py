@@ -68,10 +68,12 @@ class FitExecution:
         self._guarded: GuardedStep | None = None
 
     def _can_draw(self) -> bool:
+        if _BACKEND != "tensorflow":
+            return False
         model = self._model
         made_by_keras = getattr(self._make, "__func__", None) is keras.Model.make_train_function
         special = model.steps_per_execution > 1 or model.jit_compile or model.run_eagerly or model._distribute_strategy
-        return _BACKEND == "tensorflow" and made_by_keras and not special
+        return made_by_keras and not special
 
     def compile(self, optimizer: LossScaleOptimizer) -> None:
         """Has Keras make the train function anew around the guarded step."""

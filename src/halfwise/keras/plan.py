@@ -20,7 +20,7 @@ from halfwise.keras.names import named_layers
 from halfwise.keras.policy import undecided_layers
 from halfwise.keras.probe import as_in_fit
 from halfwise.keras.training_step import OwnStep
-from halfwise.keras.validate import check_model
+from halfwise.keras.validate import check_batch, check_model
 
 __all__ = ["plan"]
 
@@ -90,6 +90,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, size: int) -> Iterator[tuple[An
     if y is None and sample_weight is None and not _is_rows(x):
         yield from (batch if isinstance(batch, tuple) else (batch,) for batch in islice(x, EVIDENCE_STEPS))
         return
+    check_batch("plan", x, y, sample_weight)
     data = (x, y, sample_weight)
     rows = min((len(array) for array in keras.tree.flatten(data) if array is not None), default=0)
     for start in range(0, min(rows, EVIDENCE_STEPS * size), size):

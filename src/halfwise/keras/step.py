@@ -9,7 +9,7 @@ import keras
 from halfwise.errors import UsageError
 from halfwise.keras.guard import PrecisionGuard
 from halfwise.keras.result import StepResult
-from halfwise.keras.validate import check_model
+from halfwise.keras.validate import check_batch, check_model
 
 __all__ = ["step"]
 
@@ -55,6 +55,7 @@ def step(
         (True, (8, 1))
     """
     check_model(model)
+    check_batch("step", x, y, sample_weight)
     if guard is None:
         guard = model.__dict__.setdefault(_GUARD, PrecisionGuard())
     elif not isinstance(guard, PrecisionGuard):

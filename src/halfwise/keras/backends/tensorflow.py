@@ -103,8 +103,12 @@ def run_if(condition: Any, then: Callable[[], Any]) -> None:
     taken = tf.function(lambda: (then(), None)[1], autograph=False).get_concrete_function()
     inputs = taken.captured_inputs
     types = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
-    other = tf.function(lambda *inputs: None, autograph=False).get_concrete_function(*types)
+    other = tf.function(_nothing, autograph=False).get_concrete_function(*types)
     tf.raw_ops.If(cond=condition, input=inputs, Tout=[], then_branch=taken, else_branch=other)
+
+
+def _nothing(*inputs: Any) -> None:
+    pass
 
 
 def trace(step: Callable[..., Any], data: Any) -> None:
