@@ -76,7 +76,7 @@ def test_options_that_are_fine(change: dict[str, Any]) -> None:
         ({"tolerance": float("inf")}, "tolerance is inf"),
         ({"tolerance": True}, "tolerance is True"),
         ({"tolerance": "0.1"}, "tolerance is '0.1'"),
-        ({"objective": "memory"}, "objective is 'memory'; allowed: 'time'"),
+        ({"objective": "speed"}, "objective is 'speed'; allowed: 'time', 'memory', 'balanced'"),
         ({"timing": {}}, "timing is dict; give a TimingTable"),
         ({"log": "stderr"}, "log is 'stderr'; give a function"),
     ],

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfwise.core.histogram import ExponentHistogram
-from halfwise.core.planner import (
-    HEADROOM,
-    LARGEST_UNDERFLOW,
-    LEAST_GAIN,
-    Because,
-    float32_plan,
-    loss_scale_for,
-    plan_from,
-    range_gate,
-)
+from halfwise.core.planner import LEAST_GAIN, float32_plan, plan_from
 from halfwise.core.profile import Profile, Role
+from halfwise.core.ranges import LARGEST_UNDERFLOW, loss_scale_window, range_gate
+from halfwise.core.sensitivity import LayerSensitivity, Sensitivity
+from halfwise.core.sifting import Because
 from halfwise.core.timing import TimingTable
 
 
@@ -42,41 +38,13 @@ def with_role(role: str, *values: float) -> dict[str, list[float]]:
     return {**SOUND, role: list(values)}
 
 
-@pytest.mark.parametrize(
-    ("layer", "fits"),
-    [
-        (SOUND, True),
-        (with_role("activation", 7000.0), True),
-        (with_role("activation", 65504.0 / HEADROOM * 1.3), False),
-        (with_role("weight", 9000.0 * 1.3), False),
-        (with_role("activation", 1.0, math.inf), False),
-        (with_role("weight_gradient", 1.0, math.nan), False),
-        (with_role("activation_gradient", 10.0), False),  # times 1024 and the headroom: 81920
-        (with_role("activation_gradient", 5.0), True),
-        (with_role("weight_gradient", 1e-12, 1.0), False),
-        ({**SOUND, "weight_gradient": [1.0] * 99 + [1e-12]}, True),
-    ],
-)
-def test_range_gate_for_float16_at_loss_scale_1024(layer: dict[str, list[float]], fits: bool) -> None:
-    verdict = range_gate(profile(layer=layer), "layer", "float16", 1024.0)
-    assert verdict.fits is fits
-    assert (verdict.detail == "") is fits
-
-
-def test_bfloat16_holds_what_float16_cannot() -> None:
-    evidence = profile(layer=with_role("activation", 1e6))
-    assert range_gate(evidence, "layer", "bfloat16").fits
-    assert "65504" in range_gate(evidence, "layer", "float16").detail
-
-
 def test_loss_scale_is_the_middle_of_the_window() -> None:
     evidence = profile(layer=with_role("activation_gradient", *[2.0**-20] * 10, 2.0**-4))
-    timing = TimingTable.uniform(["layer"], relative=TWICE)
-    scale = loss_scale_for(evidence, ["layer"], "float16", timing)
-    assert range_gate(evidence, "layer", "float16", scale).fits
+    plan = plan_from(evidence, TimingTable.uniform(["layer"], relative=TWICE))
     window = [2.0**k for k in range(25) if range_gate(evidence, "layer", "float16", 2.0**k).fits]
-    assert scale == window[len(window) // 2]
-    assert loss_scale_for(evidence, ["layer"], "bfloat16", timing) == 1.0
+    assert plan.loss_scale is not None
+    assert plan.loss_scale.initial == window[len(window) // 2]
+    assert plan_from(evidence, TimingTable.uniform(["layer"], relative={"bfloat16": 0.5})).loss_scale is None
 
 
 def test_loss_scale_serves_the_layers_that_save_most() -> None:
@@ -206,8 +174,10 @@ def test_kept_layers_do_not_choose_the_format() -> None:
             "head": {"float32": 9.0, "bfloat16": 9.0, "float16": 1.0},
         }
     )
-    assert plan_from(profile(a=SOUND, head=SOUND), timing).compute("a") == "float16"
-    assert plan_from(profile(a=SOUND, head=SOUND), timing, kept=KEPT).compute("a") == "bfloat16"
+    free = plan_from(profile(a=SOUND, head=SOUND), timing)
+    assert (free.compute("a"), free.compute("head"), free.default.compute) == ("bfloat16", "float16", "float16")
+    kept = plan_from(profile(a=SOUND, head=SOUND), timing, kept=KEPT)
+    assert (kept.compute("a"), kept.default.compute, kept.loss_scale) == ("bfloat16", "bfloat16", None)
 
 
 def test_kept_layers_do_not_choose_the_loss_scale() -> None:
@@ -259,3 +229,240 @@ def test_no_plan_ever_breaks_the_range_gate_or_takes_longer(layers: dict[str, tu
             seconds = timing.get(path, compute)
             assert seconds is not None
             assert seconds < 1.0
+
+
+def sensitive(**scores: Mapping[str, float]) -> Sensitivity:
+    """Squared loss changes by layer and format, beside a loss of 1 with a spread of 0.5: 0.05 may be spent."""
+    layers = {
+        path: {name: LayerSensitivity(score) for name, score in by_format.items()} for path, by_format in scores.items()
+    }
+    return Sensitivity(layers, loss=1.0, loss_noise=0.5, gradient_noise={})
+
+
+def test_a_layer_whose_rounding_changes_the_loss_too_much_is_kept() -> None:
+    evidence, timing = profile(a=SOUND, b=SOUND), TimingTable.uniform("ab", relative={"bfloat16": 0.5})
+    plan = plan_from(evidence, timing, sensitivity=sensitive(a={"bfloat16": 0.06**2}, b={"bfloat16": 0.01**2}))
+    assert {rule.path: (rule.compute, rule.reason) for rule in plan.layers} == {
+        "a": ("float32", "sensitivity"),
+        "b": ("bfloat16", "faster"),
+    }
+    assert "changes the loss by 0.06 (predicted); allowed for all layers together: 0.05" in plan.rule_for("a").detail
+    assert plan.rule_for("b").evidence["score"] == pytest.approx(1e-4)
+    patient = plan_from(
+        evidence, timing, tolerance=0.2, sensitivity=sensitive(a={"bfloat16": 0.06**2}, b={"bfloat16": 0.01**2})
+    )
+    assert patient.compute("a") == "bfloat16"
+
+
+def test_the_budget_is_for_all_layers_together_and_goes_where_it_gains_most() -> None:
+    evidence = profile(small=SOUND, large=SOUND)
+    timing = TimingTable({"small": {"float32": 1.0, "bfloat16": 0.5}, "large": {"float32": 4.0, "bfloat16": 2.0}})
+    each = {"bfloat16": 0.04**2}  # one fits into 0.05, both together do not
+    plan = plan_from(evidence, timing, sensitivity=sensitive(small=each, large=each))
+    assert (plan.compute("large"), plan.compute("small")) == ("bfloat16", "float32")
+    rule = plan.rule_for("small")
+    assert rule.reason == "sensitivity"
+    assert "layers that gain more use too much" in rule.detail
+
+
+def test_a_gradient_that_is_wrong_beyond_its_noise_keeps_a_layer() -> None:
+    noisy = Sensitivity(
+        {path: {"bfloat16": LayerSensitivity(0.0, gradient_error=0.03)} for path in "ab"},
+        loss=1.0,
+        gradient_noise={"a": 0.9, "b": 0.2},
+    )
+    plan = plan_from(
+        profile(a=SOUND, b=SOUND), TimingTable.uniform("ab", relative={"bfloat16": 0.5}), sensitivity=noisy
+    )
+    assert (plan.compute("a"), plan.compute("b")) == ("bfloat16", "float32")
+    assert (
+        "error of 3.00% in its weight gradients; beside their own noise 2.00% is allowed" in plan.rule_for("b").detail
+    )
+
+
+def test_where_one_batch_shows_no_noise_a_hundredth_of_the_loss_is_taken_for_it() -> None:
+    timing = TimingTable.uniform("a", relative={"bfloat16": 0.5})
+    for change, compute in ((0.9e-3, "bfloat16"), (1.1e-3, "float32")):
+        one = Sensitivity({"a": {"bfloat16": LayerSensitivity(change**2)}}, loss=1.0)
+        assert plan_from(profile(a=SOUND), timing, sensitivity=one).compute("a") == compute
+
+
+def test_float32_says_sensitivity_where_that_is_the_reason() -> None:
+    timing = TimingTable.uniform("a", relative={"bfloat16": 0.5})
+    plan = plan_from(profile(a=SOUND), timing, sensitivity=sensitive(a={"bfloat16": 1.0}))
+    assert (plan.default.compute, plan.default.reason) == ("float32", "sensitivity")
+
+
+def test_neighbours_are_merged_where_casts_would_cost_more() -> None:
+    evidence, seconds = profile(a=SOUND, b=SOUND, c=SOUND), {"float32": 1.0, "bfloat16": 0.6}
+    slow = {"float32": 0.2, "bfloat16": 0.26}
+    casts = {"a": 0.05, "b": 0.05, "c": 0.05}
+    merged = plan_from(evidence, TimingTable({"a": seconds, "b": slow, "c": seconds}, casts=casts))
+    assert [merged.compute(path) for path in "abc"] == ["bfloat16"] * 3
+    assert merged.rule_for("b").reason == "neighbours"
+    assert "casts on its sides are saved" in merged.rule_for("b").detail
+    slower = {"float32": 0.2, "bfloat16": 0.40}
+    apart = plan_from(evidence, TimingTable({"a": seconds, "b": slower, "c": seconds}, casts=casts))
+    assert [apart.compute(path) for path in "abc"] == ["bfloat16", "float32", "bfloat16"]
+
+
+def test_a_layer_is_left_alone_where_casts_eat_up_what_it_gains() -> None:
+    evidence = profile(a=SOUND, b=SOUND, c=SOUND)
+    seconds = {
+        "a": {"float32": 1.0, "bfloat16": 0.9},
+        "b": {"float32": 1.0, "bfloat16": 3.0},
+        "c": {"float32": 1.0, "bfloat16": 0.4},
+    }
+    plan = plan_from(evidence, TimingTable(seconds, casts={"b": 0.2}))
+    assert [plan.compute(path) for path in "abc"] == ["float32", "float32", "bfloat16"]
+    assert plan.rule_for("a").reason == "neighbours"
+    assert "casts or the spread of measurements eat up" in plan.rule_for("a").detail
+    assert plan_from(evidence, TimingTable(seconds)).compute("a") == "bfloat16"
+
+
+def test_memory_is_saved_where_it_is_asked_for_even_if_it_takes_longer() -> None:
+    evidence = profile(a=SOUND, b=SOUND)
+    timing = TimingTable.uniform("ab", relative={"bfloat16": 3.0})
+    timing = TimingTable(timing.seconds, saved={"a": 1000, "b": 10})
+    assert plan_from(evidence, timing).default.compute == "float32"
+    plan = plan_from(evidence, timing, objective="memory")
+    assert (plan.compute("a"), plan.compute("b"), plan.default.reason) == ("bfloat16", "bfloat16", "memory")
+    assert plan.default.evidence == {"relative_time": pytest.approx(3.0), "relative_memory": pytest.approx(0.5)}
+    assert plan.rule_for("a").reason == "memory"
+    both = TimingTable(
+        {"a": {"float32": 1.0, "bfloat16": 1.2}, "b": {"float32": 1.0, "bfloat16": 1.2}}, saved={"a": 1000, "b": 10}
+    )
+    balanced = plan_from(evidence, both, objective="balanced")  # half of the bytes of `a` is worth a tenth of the time
+    assert (balanced.compute("a"), balanced.compute("b")) == ("bfloat16", "float32")
+
+
+def test_a_gain_within_the_spread_of_the_measurements_is_none() -> None:
+    evidence, seconds = profile(a=SOUND, b=SOUND), {"float32": 1.0, "bfloat16": 0.9}
+    assert plan_from(evidence, TimingTable({"a": seconds, "b": seconds}, spread={"a": 0.2, "b": 0.05})).compute(
+        "a"
+    ) == ("float32")
+    plan = plan_from(evidence, TimingTable({"a": seconds, "b": seconds}, spread={"a": 0.2, "b": 0.01}))
+    assert (plan.compute("a"), plan.compute("b")) == ("float32", "bfloat16")
+
+
+def test_with_fresh_timings_a_layer_changes_only_when_it_gains_more_than_the_spread() -> None:
+    evidence = profile(a=SOUND, b=SOUND)
+    spread = {"a": 0.1, "b": 0.1}
+    first = plan_from(evidence, TimingTable.uniform("ab", relative={"bfloat16": 0.5}, float32=1.0))
+    fresh = {"a": {"float32": 1.0, "bfloat16": 1.05}, "b": {"float32": 1.0, "bfloat16": 0.5}}
+    again = plan_from(evidence, TimingTable(fresh, spread=spread), earlier=first)
+    assert (again.compute("a"), again.compute("b")) == ("bfloat16", "bfloat16")
+    clear = {"a": {"float32": 1.0, "bfloat16": 1.25}, "b": {"float32": 1.0, "bfloat16": 0.5}}
+    changed = plan_from(evidence, TimingTable(clear, spread=spread), earlier=first)
+    assert (changed.compute("a"), changed.compute("b")) == ("float32", "bfloat16")
+
+
+def test_an_earlier_plan_that_does_not_fit_any_more_is_left() -> None:
+    first = plan_from(profile(a=SOUND), TimingTable.uniform("a", relative=TWICE))
+    assert first.compute("a") == "float16"
+    hot = profile(a=with_role("activation", 1e5))
+    assert plan_from(hot, TimingTable.uniform("a", relative=TWICE), earlier=first).compute("a") == "float32"
+
+
+def test_the_same_evidence_gives_the_same_plan() -> None:
+    evidence = profile(a=SOUND, b=SOUND, c=SOUND)
+    timing = TimingTable.uniform("abc", relative={"bfloat16": 0.5, "float16": 0.5})
+    scores = sensitive(**{path: {"bfloat16": 0.03**2, "float16": 0.004**2} for path in "abc"})
+    plans = [plan_from(evidence, timing, sensitivity=scores) for _ in range(3)]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_another_target_is_told_as_an_estimate() -> None:
+    timing = TimingTable.uniform("a", relative={"bfloat16": 0.5})
+    plan = plan_from(profile(a=SOUND), timing, target="cuda:ampere")
+    assert (plan.target, plan.default.detail[:28]) == ("cuda:ampere", "an estimate for cuda:ampere:")
+    slow = plan_from(profile(a=SOUND), TimingTable.uniform("a", relative={"bfloat16": 2.0}), target="cpu:avx2")
+    assert "on cpu:avx2 (an estimate)" in slow.default.detail
+
+
+def test_float8_is_taken_only_where_its_rounding_is_known() -> None:
+    timing = TimingTable.uniform("a", relative={"bfloat16": 0.5, "float8_e4m3fn": 0.3})
+    assert plan_from(profile(a=SOUND), timing).compute("a") == "bfloat16"
+    known = sensitive(a={"bfloat16": 0.0, "float8_e4m3fn": 0.01**2})
+    plan = plan_from(profile(a=SOUND), timing, sensitivity=known)
+    assert (plan.compute("a"), plan.default.compute, plan.loss_scale) == ("float8_e4m3fn", "bfloat16", None)
+
+
+layer_of_a_problem = st.fixed_dictionaries(
+    {
+        "times": st.tuples(*[st.floats(0.05, 2.0)] * 3),
+        "cast": st.floats(0.0, 0.04),
+        "scores": st.tuples(*[st.floats(0.0, 1.0)] * 2),
+        "largest": st.sampled_from([1.0, 1.0, 1e5]),
+        "gradient": st.sampled_from([2.0**-3, 2.0**-30, 2.0**14]),
+    }
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(layer_of_a_problem, min_size=1, max_size=6), st.floats(0.01, 2.0))
+def test_the_plan_is_the_best_that_range_and_tolerance_allow(layers: list[dict[str, Any]], allowed: float) -> None:
+    """Against all assignments at all loss scales, tried one by one."""
+    check_optimum(layers, allowed)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
+@given(st.lists(layer_of_a_problem, min_size=9, max_size=10), st.floats(0.01, 2.0))
+def test_the_plan_is_the_best_for_ten_layers(layers: list[dict[str, Any]], allowed: float) -> None:
+    check_optimum(layers, allowed)
+
+
+def check_optimum(layers: list[dict[str, Any]], allowed: float) -> None:
+    formats = ("float32", "bfloat16", "float16")
+    paths = [f"l{number}" for number in range(len(layers))]
+    seconds = {
+        path: {
+            name: t + (layer["cast"] if name != "float32" else 0.0)
+            for name, t in zip(formats, layer["times"], strict=True)
+        }
+        for path, layer in zip(paths, layers, strict=True)
+    }
+    timing = TimingTable(seconds, casts={path: layer["cast"] for path, layer in zip(paths, layers, strict=True)})
+    evidence = profile(
+        **{
+            path: {"activation": [layer["largest"]], "activation_gradient": [layer["gradient"]]}
+            for path, layer in zip(paths, layers, strict=True)
+        }
+    )
+    scores = {
+        path: {name: LayerSensitivity(s) for name, s in zip(formats[1:], layer["scores"], strict=True)}
+        for path, layer in zip(paths, layers, strict=True)
+    }
+    budget = allowed**2
+    known = Sensitivity(scores, loss=0.0, loss_noise=allowed / 0.1)
+    plan = plan_from(evidence, timing, sensitivity=known)
+    chosen = {path: plan.compute(path) for path in paths}
+
+    def cost(assignment: Mapping[str, str]) -> float:
+        total, before = 0.0, "float32"
+        for path, layer in zip(paths, layers, strict=True):
+            name = assignment[path]
+            total += layer["times"][formats.index(name)] + (layer["cast"] if name != before else 0.0)
+            before = name
+        return total
+
+    def fits(assignment: Mapping[str, str], scale: float) -> bool:
+        lowered = [(path, name) for path, name in assignment.items() if name != "float32"]
+        if math.fsum(scores[path][name].score for path, name in lowered) > budget * (1 + 1e-12):
+            return False
+        return all(range_gate(evidence, path, name, scale if name == "float16" else 1.0).fits for path, name in lowered)
+
+    scale = plan.loss_scale.initial if plan.loss_scale is not None else 1.0
+    assert fits(chosen, scale)
+    windows = {path: loss_scale_window(evidence, path, "float16") for path in paths}
+    best = math.inf
+    for names in itertools.product(formats, repeat=len(paths)):
+        assignment = dict(zip(paths, names, strict=True))
+        lowered = [windows[path] for path, name in assignment.items() if name == "float16"]
+        if any(window is None for window in lowered):
+            continue
+        lowest = max((window[0] for window in lowered if window), default=1.0)
+        if cost(assignment) < best and fits(assignment, lowest):
+            best = cost(assignment)
+    assert cost(chosen) <= best * 1.02 * (1 + 1e-9)

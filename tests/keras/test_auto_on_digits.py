@@ -16,7 +16,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tests.keras.models import Array
 
 import halfwise.keras as hw
-from halfwise.core.planner import EVIDENCE_STEPS, HEADROOM, LARGEST_UNDERFLOW
+from halfwise.core.planner import EVIDENCE_STEPS
+from halfwise.core.ranges import HEADROOM, LARGEST_UNDERFLOW
 from halfwise.workloads.digits import load_digits
 
 DATA = load_digits()

@@ -95,7 +95,7 @@ def test_policies_that_cannot_be_used(policy: Any, error: type[Exception], messa
         ({"guard": 1}, "guard is 1"),
         ({"tolerance": 0}, "tolerance is 0"),
         ({"tolerance": float("nan")}, "positive number"),
-        ({"objective": "memory"}, "allowed: 'time'"),
+        ({"objective": "speed"}, "allowed: 'time', 'memory', 'balanced'"),
     ],
 )
 def test_options_out_of_range(arguments: dict[str, Any], message: str) -> None:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from statistics import median, pstdev
 
 from halfwise.core.plan import Plan
-from halfwise.core.planner import LEAST_GAIN, Because, float32_plan
+from halfwise.core.planner import LEAST_GAIN, float32_plan
 from halfwise.core.profile import Profile
+from halfwise.core.sifting import Because
 from halfwise.core.timing import TimingTable
 
 __all__ = ["Trial", "confirmed"]

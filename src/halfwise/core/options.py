@@ -6,6 +6,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Literal
 
+from halfwise.core.objective import OBJECTIVES
 from halfwise.core.plan import Default, Plan
 from halfwise.core.policy import POLICIES, compute_format, parse_policy
 from halfwise.core.timing import TimingTable
@@ -56,8 +57,8 @@ def check_options(
         raise UsageError(f'guard is {guard!r}; allowed: True, "report", False')
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0.0 < tolerance < float("inf"):
         raise UsageError(f"tolerance is {tolerance!r}; give a positive number, such as 0.1")
-    if objective != "time":
-        raise PolicyError(f"objective is {objective!r}; allowed: 'time'")
+    if objective not in OBJECTIVES:
+        raise PolicyError(f"objective is {objective!r}; allowed: {', '.join(map(repr, OBJECTIVES))}")
     if timing is not None and not isinstance(timing, TimingTable):
         raise UsageError(f"timing is {type(timing).__name__}; give a TimingTable, or None to measure")
     if log is not None and not callable(log):

@@ -24,7 +24,17 @@ from halfwise.errors import PlanError
 __all__ = ["REASONS", "Change", "Default", "Plan", "Reason", "Rule"]
 
 Reason = Literal[
-    "range", "sensitivity", "slower", "operation", "hazard", "healed", "manual", "neighbours", "faster", "policy"
+    "range",
+    "sensitivity",
+    "slower",
+    "operation",
+    "hazard",
+    "healed",
+    "manual",
+    "neighbours",
+    "faster",
+    "memory",
+    "policy",
 ]
 
 REASONS: Mapping[Reason, str] = {
@@ -37,6 +47,7 @@ REASONS: Mapping[Reason, str] = {
     "manual": "set by hand",
     "neighbours": "switching between its neighbours would cost more than it gains",
     "faster": "the format is faster here, and range and tolerance allow it",
+    "memory": "less is kept for the backward pass, and range and tolerance allow it",
     "policy": "the policy asks for it everywhere",
 }
 

@@ -1,328 +1,247 @@
-"""How "auto" decides: range first, then measured time, then the loss scale. Arithmetic on evidence; no framework.
+"""How "auto" decides: from ranges, sensitivities and times to a plan. Arithmetic on evidence; no framework.
 
-The order matters: rounding-error measures are blind to infinity, so a format that cannot hold a layer's
-values is out before anything else is asked. What remains must be measurably faster here, or the answer is
-float32, which is a good answer.
+First each layer's formats are sifted (`sifting.py`): out goes what cannot hold the layer's values, and what disturbs
+training more than its own noise does. Of what is left the assignment that costs least is taken (`choice.py`), within
+what rounding may change the loss by over all layers together. Where little is gained, the answer is float32, which is
+a good answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from halfwise.core.formats import get_format
-from halfwise.core.histogram import ExponentHistogram
+from halfwise.core.choice import Assignment, Question, choose
 from halfwise.core.loss_scale import CEILING, LossScaleSettings
+from halfwise.core.objective import Objective, cast_costs, relative_costs, spread_costs
 from halfwise.core.plan import Default, Plan, Reason, Rule
-from halfwise.core.profile import Profile, Role
+from halfwise.core.profile import Profile
+from halfwise.core.ranges import LOSS_SCALES, needs_loss_scale
+from halfwise.core.reasoning import Decision, natural, rule_for, rules_of_kept, rules_of_untimed, times
+from halfwise.core.sensitivity import Sensitivity
+from halfwise.core.sifting import Because, Sieve
+from halfwise.core.targets import HERE
 from halfwise.core.timing import TimingTable
 
-__all__ = [
-    "EVIDENCE_STEPS",
-    "HEADROOM",
-    "LARGEST_UNDERFLOW",
-    "LEAST_GAIN",
-    "Because",
-    "RangeVerdict",
-    "float32_plan",
-    "loss_scale_for",
-    "plan_from",
-    "range_gate",
-    "times",
-]
+__all__ = ["EVIDENCE_STEPS", "LEAST_GAIN", "float32_plan", "plan_from"]
 
 EVIDENCE_STEPS = 3
 """Steps that train in float32 under "auto" while evidence for the plan is gathered."""
 
-HEADROOM = 8.0
-"""How much larger than seen a value may become in later training and must still fit."""
-
-LARGEST_UNDERFLOW = 0.05
-"""Share of a layer's non-zero gradient values that may round to zero at the loss scale."""
-
-LEAST_GAIN = 0.03
-"""Share of the step's time that half precision must save, measured, to be worth its trouble."""
-
-Because = tuple[Reason, str]
-"""A reason and its sentence."""
-
-_LOSS_SCALES = tuple(2.0**k for k in range(25))  # 1 to 2^24, the loss scale's bounds
-
-_FORWARD: tuple[tuple[Role, str], ...] = (("activation", "activation"), ("weight", "weight"))
-_BACKWARD: tuple[tuple[Role, str], ...] = (
-    ("activation_gradient", "activation gradient"),
-    ("weight_gradient", "weight gradient"),
-)
-
-
-@dataclass(frozen=True)
-class RangeVerdict:
-    """Whether a format can hold what a layer computes.
-
-    Attributes:
-        fits: it can.
-        largest: upper bound of the largest magnitude that decided.
-        underflow: upper bound of the share of non-zero gradient values that round to zero at the loss scale.
-        detail: one sentence with the numbers.
-    """
-
-    fits: bool
-    largest: float
-    underflow: float
-    detail: str
-
-
-def range_gate(profile: Profile, path: str, format_name: str, loss_scale: float = 1.0) -> RangeVerdict:
-    """Whether activations, weights and (at the loss scale) gradients of the layer fit the format, with `HEADROOM`.
-
-    Evidence that holds infinities or NaN never fits.
-    """
-    limit = get_format(format_name).largest
-    largest = 0.0
-    for role, what in _FORWARD:
-        histogram = profile.get(path, role)
-        if histogram is None:
-            continue
-        largest = max(largest, histogram.largest)
-        if _nonfinite(histogram):
-            return RangeVerdict(False, histogram.largest, 0.0, f"its {what}s hold inf or NaN in float32 already")
-        if histogram.largest * HEADROOM > limit:
-            detail = (
-                f"largest {what} up to {histogram.largest:.3g}; "
-                f"{format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
-            )
-            return RangeVerdict(False, histogram.largest, 0.0, detail)
-    underflow = 0.0
-    for role, what in _BACKWARD:
-        histogram = profile.get(path, role)
-        if histogram is None:
-            continue
-        if _nonfinite(histogram):
-            return RangeVerdict(False, histogram.largest, 0.0, f"its {what}s hold inf or NaN in float32 already")
-        if histogram.largest * loss_scale * HEADROOM > limit:
-            detail = (
-                f"largest {what} up to {histogram.largest:.3g} at loss scale {loss_scale:g}; "
-                f"{format_name} holds {limit:.6g}, and {HEADROOM:g} times is kept free"
-            )
-            return RangeVerdict(False, histogram.largest, 0.0, detail)
-        share = histogram.underflow(format_name, loss_scale).upper
-        underflow = max(underflow, share)
-        if share > LARGEST_UNDERFLOW:
-            detail = (
-                f"{share:.1%} of its {what}s round to zero in {format_name} at loss scale {loss_scale:g}; "
-                f"allowed {LARGEST_UNDERFLOW:.0%}"
-            )
-            return RangeVerdict(False, histogram.largest, share, detail)
-    return RangeVerdict(True, largest, underflow, "")
-
-
-def loss_scale_for(profile: Profile, paths: Sequence[str], format_name: str, timing: TimingTable) -> float:
-    """The loss scale at which the layers that fit the format save the most time; the middle one of several.
-
-    1 for formats with float32's exponent range, which need no loss scale.
-    """
-    if get_format(format_name).exponent_bits == get_format("float32").exponent_bits:
-        return 1.0
-
-    def saved(scale: float) -> float:
-        fitting = (p for p in paths if range_gate(profile, p, format_name, scale).fits)
-        return sum(max(0.0, _gain(timing, p, format_name)) for p in fitting)
-
-    gains = [saved(scale) for scale in _LOSS_SCALES]
-    best = [scale for scale, gain in zip(_LOSS_SCALES, gains, strict=True) if gain >= max(gains) * (1.0 - 1e-9)]
-    return best[len(best) // 2]
+LEAST_GAIN = 0.02
+"""Share of the cost that a plan must save beside a simpler one: float32, or one that needs no loss scale."""
 
 
 def plan_from(
     profile: Profile,
     timing: TimingTable,
     *,
+    sensitivity: Sensitivity | None = None,
+    tolerance: float = 0.1,
+    objective: Objective = "time",
+    target: str = HERE,
     framework: str = "torch",
     model: str = "",
     kept: Mapping[str, Because] = {},
+    earlier: Plan | None = None,
 ) -> Plan:
-    """The plan for the layers of `timing`, from their ranges and times.
+    """The plan for the layers of `timing`.
 
-    Of the formats that `timing` has, the one that saves most time over the layers that it can hold is
-    taken; between equals (within `LEAST_GAIN`) the one that needs no loss scale. Where less than
-    `LEAST_GAIN` of the time is saved: float32.
+    Between plans that cost the same (within `LEAST_GAIN`) the simpler one is taken: `earlier`, or else float32; then
+    one that needs no loss scale.
 
     Args:
         profile: exponent histograms; a layer without any is kept in float32.
-        timing: seconds per layer and format. Where it comes from is the caller's affair: measured here, or supplied.
+        timing: seconds per layer and format. Where it comes from is the caller's affair: measured here, estimated for
+            another target, or supplied.
+        sensitivity: what rounding would do; None decides by range and time alone.
+        tolerance: share of training's own noise that rounding may add: of the loss's spread over batches for all layers
+            together, and of its gradients' for each layer. Default a tenth.
+        objective: what to save.
+        target: the hardware that `timing` is for; all but `"here"` is told as an estimate.
         framework: `"torch"` or `"keras"`.
         model: the model's class name, for the reader of the plan.
         kept: layers that stay in float32 whatever their range and time, timed or not: path -> reason and sentence.
             What half precision would save in them counts for nothing.
+        earlier: a plan that exists. A layer leaves the format that this gives it only where it gains more than the
+            spread of its measurements.
     """
-    paths = sorted(timing.seconds, key=_natural)
-    free = [path for path in paths if path not in kept]
-    everything = timing.total("float32")
-    best: tuple[float, str, float] | None = None
-    for name in sorted(timing.formats, key=lambda f: get_format(f).exponent_bits, reverse=True):
-        scale = loss_scale_for(profile, free, name, timing)
-        gain = sum(
-            max(0.0, _gain(timing, p, name))
-            for p in free
-            if _known(profile, p) and range_gate(profile, p, name, scale).fits
+    sieve = Sieve(profile, timing, sensitivity, tolerance=tolerance, kept=kept)
+    decision = _decide(sieve, objective, earlier)
+    lowered = {path: name for path, name in decision.formats.items() if name != "float32"}
+    if not lowered:
+        return float32_plan(
+            profile,
+            timing,
+            sensitivity=sensitivity,
+            tolerance=tolerance,
+            target=target,
+            framework=framework,
+            model=model,
+            kept=kept,
         )
-        if best is None or gain > best[0] + LEAST_GAIN * everything:
-            best = (gain, name, scale)
-    if best is None or best[0] < LEAST_GAIN * everything:
-        return float32_plan(profile, timing, framework=framework, model=model, kept=kept)
-    gain, name, scale = best
-    layers = tuple(_decide(profile, timing, path, name, scale, kept) for path in paths)
-    layers += tuple(_kept_besides(layers, kept))
-    layers += tuple(_untimed(profile, timing, name, scale, kept))
-    detail = f"all layers together take {times(1.0 - gain / everything)} times their float32 time"
-    loss_scale = None
-    if any(rule.compute == "float16" for rule in layers):
-        loss_scale = LossScaleSettings(initial=min(scale, CEILING), hysteresis=2)
+    main = max(set(lowered.values()), key=lambda name: (_float32_seconds(timing, lowered, name), name))
+    layers = tuple(rule_for(sieve, decision, path, main, objective) for path in sorted(timing.seconds, key=natural))
+    layers += tuple(rules_of_kept(layers, kept))
+    layers += tuple(rules_of_untimed(sieve, main, decision.scale))
+    uses_float16 = any(needs_loss_scale(name) for name in lowered.values())
     return Plan(
         framework="keras" if framework == "keras" else "torch",
         model=model,
-        default=Default(
-            compute=name, reason="faster", detail=detail, evidence={"relative_time": 1.0 - gain / everything}
-        ),
-        loss_scale=loss_scale,
+        target=target,
+        default=_default(timing, decision, main, objective, target),
+        loss_scale=LossScaleSettings(initial=min(decision.scale, CEILING), hysteresis=2) if uses_float16 else None,
         layers=layers,
     )
+
+
+def _decide(sieve: Sieve, objective: Objective, earlier: Plan | None) -> Decision:
+    """The simplest assignment that costs at most `LEAST_GAIN` more than the best."""
+    formats = sieve.timing.formats
+    held = _held(sieve, earlier)
+    free_of_scaling = [name for name in formats if not needs_loss_scale(name)]
+    by_cost: list[tuple[float, Decision]] = []
+
+    def consider(names: Sequence[str], scale: float, fixed: Assignment | None = None) -> None:
+        question = _question(sieve, objective, names, scale, held)
+        assignment = choose(question) if fixed is None else fixed
+        if assignment is not None and question.score(assignment) <= question.budget:
+            left = question.budget - question.score(assignment)
+            common = sieve.common_loss_scale(assignment, near=scale)
+            by_cost.append((question.cost(assignment), Decision(assignment, common, left)))
+
+    full = dict.fromkeys(sieve.timing.seconds, "float32")
+    scale_held = earlier.loss_scale.initial if earlier is not None and earlier.loss_scale is not None else 1.0
+    held_scale = max((scale for scale in LOSS_SCALES if scale <= scale_held), default=1.0)
+    if all(sieve.refusal(path, name, held_scale) is None for path, name in held.items() if name != "float32"):
+        consider(formats, held_scale, held)
+    if held != full:
+        consider((), 1.0, full)
+    consider(free_of_scaling, 1.0)
+    if len(free_of_scaling) < len(formats):
+        for scale in sieve.loss_scales():
+            consider(formats, scale)
+    least = min(cost for cost, _ in by_cost)
+    return next(decision for cost, decision in by_cost if cost <= least * (1.0 + LEAST_GAIN))
+
+
+def _question(
+    sieve: Sieve, objective: Objective, formats: Sequence[str], scale: float, held: Mapping[str, str]
+) -> Question:
+    costs = relative_costs(sieve.timing, objective)
+    spreads = spread_costs(sieve.timing, objective)
+    allowed: dict[str, dict[str, float]] = {}
+    for path, by_format in costs.items():
+        names = ["float32", *(name for name in formats if name in by_format)]
+        allowed[path] = {
+            name: by_format[name] + (spreads.get(path, 0.0) if name != held[path] else 0.0)
+            for name in names
+            if name == "float32" or sieve.refusal(path, name, scale) is None
+        }
+    scores = {path: {name: sieve.score(path, name) for name in names} for path, names in allowed.items()}
+    return Question(allowed, cast_costs(sieve.timing, objective), scores, sieve.budget)
+
+
+def _held(sieve: Sieve, earlier: Plan | None) -> Assignment:
+    """The formats that layers have before: those of an earlier plan, float32 without one."""
+    if earlier is None:
+        return dict.fromkeys(sieve.timing.seconds, "float32")
+    before = {path: earlier.compute(path) for path in sieve.timing.seconds}
+    return {path: name if sieve.timing.get(path, name) is not None else "float32" for path, name in before.items()}
+
+
+def _default(timing: TimingTable, decision: Decision, main: str, objective: Objective, target: str) -> Default:
+    ratio = _relative(timing, decision.formats, "time")
+    detail = f"all layers together take {times(ratio)} times their float32 time"
+    evidence = {"relative_time": ratio}
+    reason: Reason = "faster"
+    if objective != "time" and any(timing.saved.values()):
+        kept = _relative(timing, decision.formats, "memory")
+        evidence["relative_memory"] = kept
+        detail = f"they keep {times(kept)} times the bytes of float32 for the backward pass; {detail}"
+        reason = "memory" if objective == "memory" or ratio >= 1.0 else "faster"
+    if target != HERE:
+        detail = f"an estimate for {target}: {detail}"
+    compute = "bfloat16" if main.startswith("float8") else main  # what lies between the layers has no scaling
+    return Default(compute=compute, reason=reason, detail=detail, evidence=evidence)
 
 
 def float32_plan(
     profile: Profile,
     timing: TimingTable,
     *,
+    sensitivity: Sensitivity | None = None,
+    tolerance: float = 0.1,
+    target: str = HERE,
     framework: str = "torch",
     model: str = "",
     kept: Mapping[str, Because] = {},
     because: Because | None = None,
 ) -> Plan:
-    """The answer "float32", with the measured ratios as the reason; `because` replaces reason and sentence.
+    """The answer "float32", with the ratios of times as the reason; `because` replaces reason and sentence.
 
     In the ratios the layers that are `kept` take their float32 time.
     """
-    paths = sorted(timing.seconds, key=_natural)
-    free = [path for path in paths if path not in kept]
-    ratios = {name: _relative_time(timing, name, free) for name in timing.formats}
+    sieve = Sieve(profile, timing, sensitivity, tolerance=tolerance, kept=kept)
+    free = [path for path in timing.seconds if path not in kept]
+    ratios = {
+        name: _relative(timing, {path: name if path in free else "float32" for path in timing.seconds}, "time")
+        for name in timing.formats
+    }
     quickest = min(ratios, key=ratios.__getitem__, default=None)
     bounds = {name: any(timing.is_lower_bound(p, name) for p in free) for name in ratios}
     told = ", ".join(f"{name} {'at least ' if bounds[name] else ''}{times(ratio)}" for name, ratio in ratios.items())
+    where = "here" if target == HERE else f"on {target} (an estimate)"
     reason: Reason = "slower"
-    sentence = f"time relative to float32 here: {told}" if told else "no half-precision format can be run here"
+    sentence = f"time relative to float32 {where}: {told}" if told else f"no half-precision format can be run {where}"
     layers: tuple[Rule, ...] = ()
     if quickest is not None:
-        scale = loss_scale_for(profile, free, quickest, timing)
-        layers = tuple(_float32_rule(_decide(profile, timing, path, quickest, scale, kept)) for path in paths)
-        if ratios[quickest] < 1.0 - LEAST_GAIN and any(rule.reason == "range" for rule in layers):
-            reason, sentence = "range", f"the layers that {quickest} would speed up do not fit its range; {sentence}"
+        nothing = dict.fromkeys(timing.seconds, "float32")
+        scale = max(sieve.loss_scales(), key=lambda s: _allowed_gain(sieve, quickest, s), default=1.0)
+        decision = Decision(nothing, scale, sieve.budget)
+        paths = sorted(timing.seconds, key=natural)
+        layers = tuple(_left_alone(rule_for(sieve, decision, path, quickest, "time")) for path in paths)
+        reasons = {rule.reason for rule in layers if rule.path not in kept}
+        if ratios[quickest] < 1.0 - LEAST_GAIN and (barred := reasons & {"range", "sensitivity"}):
+            reason = "range" if "range" in barred else "sensitivity"
+            what = "do not fit its range" if reason == "range" else "are too sensitive to its rounding"
+            sentence = f"the layers that {quickest} would speed up {what}; {sentence}"
     return Plan(
         framework="keras" if framework == "keras" else "torch",
         model=model,
+        target=target,
         default=Default(
             compute="float32",
             reason=because[0] if because else reason,
             detail=because[1] if because else sentence,
             evidence={f"relative_time_{name}": ratio for name, ratio in ratios.items()},
         ),
-        layers=(*layers, *_kept_besides(layers, kept)),
+        layers=(*layers, *rules_of_kept(layers, kept)),
     )
 
 
-def _float32_rule(decided: Rule) -> Rule:
-    """What a layer's rule becomes where the plan as a whole answers float32."""
-    if decided.compute == "float32":
-        return decided
-    detail = f"{decided.detail}, but too little is gained over the whole model"
-    return replace(decided, compute="float32", reason="neighbours", detail=detail)
+def _allowed_gain(sieve: Sieve, name: str, scale: float) -> float:
+    timing = sieve.timing
+    fitting = (path for path in timing.seconds if sieve.refusal(path, name, scale) is None)
+    return sum(max(0.0, timing.seconds[path]["float32"] - timing.seconds[path][name]) for path in fitting)
 
 
-def _decide(
-    profile: Profile, timing: TimingTable, path: str, name: str, scale: float, kept: Mapping[str, Because]
-) -> Rule:
-    seconds, full = timing.get(path, name), timing.seconds[path]["float32"]
-    verdict = range_gate(profile, path, name, scale)
-    evidence = {"largest": verdict.largest, "underflow": verdict.underflow, "seconds_float32": full}
-    if seconds is not None:
-        evidence["seconds"] = seconds
-    if path in kept:
-        reason, detail = kept[path]
-        return Rule(path=path, compute="float32", reason=reason, detail=detail, evidence=evidence)
-    if not _known(profile, path):
-        return Rule(
-            path=path,
-            compute="float32",
-            reason="range",
-            detail="it never ran, so its range is unknown",
-            evidence=evidence,
-        )
-    if not verdict.fits:
-        return Rule(path=path, compute="float32", reason="range", detail=verdict.detail, evidence=evidence)
-    if seconds is None or seconds >= full:
-        return Rule(
-            path=path, compute="float32", reason="slower", detail=_compared(timing, path, name), evidence=evidence
-        )
-    return Rule(path=path, compute=name, reason="faster", detail=_compared(timing, path, name), evidence=evidence)
+def _left_alone(rule: Rule) -> Rule:
+    """A layer's rule where the plan as a whole answers float32."""
+    if rule.reason != "neighbours":
+        return rule
+    compared = rule.detail.partition(", which")[0]
+    return replace(rule, detail=f"{compared}, but too little is gained over the whole model")
 
 
-def _kept_besides(layers: Sequence[Rule], kept: Mapping[str, Because]) -> Iterator[Rule]:
-    """Rules for the layers that are kept and have none yet: they were not timed."""
-    for path in sorted(set(kept) - {rule.path for rule in layers}, key=_natural):
-        reason, detail = kept[path]
-        yield Rule(path=path, compute="float32", reason=reason, detail=detail)
+def _float32_seconds(timing: TimingTable, lowered: Mapping[str, str], name: str) -> float:
+    return sum(timing.seconds[path]["float32"] for path, chosen in lowered.items() if chosen == name)
 
 
-def _untimed(
-    profile: Profile, timing: TimingTable, name: str, scale: float, kept: Mapping[str, Because]
-) -> Iterator[Rule]:
-    """Rules for what ran without being timed, by range alone.
-
-    Such are containers with weights of their own, and modules without weights.
-    """
-    for path in sorted(set(profile.paths()) - set(timing.seconds) - set(kept), key=_natural):
-        verdict = range_gate(profile, path, name, scale)
-        if not verdict.fits:
-            evidence = {"largest": verdict.largest, "underflow": verdict.underflow}
-            yield Rule(path=path, compute="float32", reason="range", detail=verdict.detail, evidence=evidence)
-
-
-def _compared(timing: TimingTable, path: str, name: str) -> str:
-    seconds, full = timing.get(path, name), timing.seconds[path]["float32"]
-    if seconds is None:
-        return f"{name} was not measured"
-    at_least = "at least " if timing.is_lower_bound(path, name) else ""
-    return f"{name} takes {at_least}{times(seconds / full)} times the float32 time of {full * 1e3:.3g} ms"
-
-
-def times(ratio: float) -> str:
-    """A ratio of times as people read it: 0.62, 1.03, 18, 130.
-
-    >>> times(1.032), times(131.4)
-    ('1.03', '131')
-    """
-    return f"{ratio:.2f}" if ratio < 10.0 else f"{ratio:.0f}"
-
-
-def _gain(timing: TimingTable, path: str, name: str) -> float:
-    seconds = timing.get(path, name)
-    return 0.0 if seconds is None else timing.seconds[path]["float32"] - seconds
-
-
-def _relative_time(timing: TimingTable, name: str, free: Sequence[str]) -> float:
-    """Time of all layers with those of `free` in the format, relative to float32; 1 where nothing was timed."""
-    everything = timing.total("float32")
-    kept = [path for path in timing.seconds if path not in set(free)]
-    return (timing.total(name, free) + timing.total("float32", kept)) / everything if everything > 0.0 else 1.0
-
-
-def _known(profile: Profile, path: str) -> bool:
-    return profile.get(path, "activation") is not None
-
-
-def _nonfinite(histogram: ExponentHistogram) -> bool:
-    return histogram.infinities > 0 or histogram.nans > 0
-
-
-def _natural(path: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts `layers.10` behind `layers.9`."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))
+def _relative(timing: TimingTable, formats: Mapping[str, str], objective: Objective) -> float:
+    """Cost of the layers in these formats relative to float32; where one was not measured, in float32."""
+    if not timing.seconds:
+        return 1.0
+    costs = relative_costs(timing, objective)
+    known = {path: name if name in costs[path] else "float32" for path, name in formats.items()}
+    return Question(costs, cast_costs(timing, objective)).cost(known)

@@ -16,10 +16,16 @@ class TimingTable:
     """Seconds of one training step's forward and backward, per layer and format.
 
     Attributes:
-        seconds: module path -> format name -> seconds, casts included. Every layer has `"float32"`; a format that is
-            absent was not measured and is not chosen.
+        seconds: module path -> format name -> seconds, in the order in which the layers run. Casts are included: from
+            and to float32, as if the neighbours computed in that. Every layer has `"float32"`; a format that is absent
+            was not measured and is not chosen.
         cut_short: `(path, format)` pairs whose probe was ended because it had already taken longer than float32:
             their seconds are a lower bound.
+        casts: path -> seconds of casting the layer's inputs, and their gradients back, which it saves where the layer
+            before it computes in the same format. A layer that is absent casts for nothing.
+        spread: path -> seconds by which repeated measurements of the layer differ; a smaller gain is no gain. A layer
+            that is absent was measured exactly.
+        saved: path -> how many floating values the layer keeps for the backward pass. For the objective `"memory"`.
 
     Raises:
         UsageError: a time is not positive, or a layer lacks `"float32"`; PolicyError: a format is unknown.
@@ -31,6 +37,9 @@ class TimingTable:
 
     seconds: Mapping[str, Mapping[str, float]]
     cut_short: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+    casts: Mapping[str, float] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
+    saved: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.seconds, Mapping) or not all(isinstance(t, Mapping) for t in self.seconds.values()):
@@ -47,6 +56,12 @@ class TimingTable:
                 if not seconds > 0.0:
                     raise UsageError(
                         f"timing table: {path!r} in {name} takes {seconds!r} seconds; give a positive number"
+                    )
+        for what in ("casts", "spread", "saved"):
+            for path, value in getattr(self, what).items():
+                if path not in self.seconds or not 0.0 <= value < float("inf"):
+                    raise UsageError(
+                        f"timing table: {what}[{path!r}] is {value!r}; give a number from 0 on, for a layer with times"
                     )
 
     def check_paths(self, paths: Iterable[str], model: str) -> None:

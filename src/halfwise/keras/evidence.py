@@ -12,8 +12,9 @@ import keras
 
 from halfwise.core.confirmation import confirmed
 from halfwise.core.plan import Plan, Rule
-from halfwise.core.planner import EVIDENCE_STEPS, Because, plan_from
+from halfwise.core.planner import EVIDENCE_STEPS, plan_from
 from halfwise.core.profile import Profile
+from halfwise.core.sifting import Because
 from halfwise.core.timing import TimingTable
 from halfwise.keras.apply import AppliedPlan
 from halfwise.keras.execution import LoopExecution

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import halfwise.torch as hw
-from halfwise.core.planner import HEADROOM, LARGEST_UNDERFLOW
+from halfwise.core.ranges import HEADROOM, LARGEST_UNDERFLOW
 from halfwise.workloads.digits import load_digits
 from halfwise.workloads.torch.networks import ConvNet
 
