@@ -14,9 +14,9 @@ def test_minima_over_interleaved_rounds() -> None:
         order.append(name)
         return {"float32": 2e-3, "bfloat16": 1e-3}[name] * (1.0 if len(order) % 3 else 5.0)
 
-    seconds, bounds = time_formats("fc", ["bfloat16"], probe)
-    assert seconds == {"float32": 2e-3, "bfloat16": 1e-3}
-    assert not bounds
+    found = time_formats("fc", ["bfloat16"], probe)
+    assert found.seconds == {"float32": 2e-3, "bfloat16": 1e-3}
+    assert not found.cut_short
     assert order[-4:] == ["float32", "bfloat16"] * 2
 
 
@@ -27,9 +27,9 @@ def test_a_hopeless_format_is_tried_once_and_is_a_lower_bound() -> None:
         calls[name] += 1
         return 1e-3 if name == "float32" else 1.0
 
-    seconds, bounds = time_formats("fc", ["float16"], probe)
-    assert seconds["float16"] == 1.0
-    assert bounds == {"float16"}
+    found = time_formats("fc", ["float16"], probe)
+    assert found.seconds["float16"] == 1.0
+    assert found.cut_short == {"float16"}
     assert calls["float16"] == 1
 
 
@@ -40,9 +40,9 @@ def test_a_slow_first_call_is_a_warm_up() -> None:
         calls[name] += 1
         return 1e-3 if name == "float32" else (0.03 if calls[name] == 1 else 5e-4)
 
-    seconds, bounds = time_formats("fc", ["float16"], probe)
-    assert seconds["float16"] == 5e-4
-    assert not bounds
+    found = time_formats("fc", ["float16"], probe)
+    assert found.seconds["float16"] == 5e-4
+    assert not found.cut_short
 
 
 def test_a_format_that_cannot_run_is_left_out() -> None:
@@ -51,4 +51,27 @@ def test_a_format_that_cannot_run_is_left_out() -> None:
             raise RuntimeError("no such kernel")
         return 1e-3
 
-    assert time_formats("fc", ["float16", "bfloat16"], probe)[0] == {"float32": 1e-3, "bfloat16": 1e-3}
+    assert time_formats("fc", ["float16", "bfloat16"], probe).seconds == {"float32": 1e-3, "bfloat16": 1e-3}
+
+
+def test_without_time_the_fewest_rounds_are_measured() -> None:
+    calls: Counter[str] = Counter()
+
+    def probe(name: str, limit: float) -> float:
+        calls[name] += 1
+        return 1e-5
+
+    time_formats("fc", ["bfloat16"], probe, go_on=lambda: False)
+    few = calls["float32"]
+    calls.clear()
+    time_formats("fc", ["bfloat16"], probe)
+    assert few == 5  # a warm-up, two first ones, two rounds
+    assert calls["float32"] > few
+
+
+def test_spread_is_how_far_the_middle_lies_above_the_shortest() -> None:
+    steady = time_formats("fc", ["bfloat16"], lambda name, limit: 1e-3)
+    assert steady.spread == 0.0
+    numbers = iter([9.0, 2.0, 2.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0])  # warm-up and two; then two rounds
+    noisy = time_formats("fc", ["bfloat16"], lambda name, limit: next(numbers), go_on=lambda: False)
+    assert noisy.spread == 0.5  # of float32's 2, 2, 1, 3 the median 2; of bfloat16's 1, 1

@@ -42,14 +42,22 @@ def test_evidence() -> None:
         "largest": 1.1e5,
         "underflow": 0.0123,
         "seconds_float32": 2.1e-3,
+        "seconds_float16": 1e-3,
         "relative_time_float16": 13.0,
+        "score_bfloat16": 1.5e-6,
+        "gradient_error": 0.004,
+        "saved_values": 123456.0,
         "new_one": 2,
     }
     assert evidence_text(evidence) == [
         ("largest value", "1.1e+05"),
         ("rounds to zero", "1.23%"),
         ("time in float32", "2.1 ms"),
+        ("time in float16", "1 ms"),
         ("time in float16 relative to float32", "13"),
+        ("squared change of the loss in bfloat16", "1.5e-06"),
+        ("error of its weight gradients", "0.40%"),
+        ("values kept for backward", "123,456"),
         ("new one", "2"),
     ]
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median, pstdev
 
+from halfwise.core.objective import Objective
 from halfwise.core.plan import Plan
 from halfwise.core.planner import LEAST_GAIN, float32_plan
 from halfwise.core.profile import Profile
+from halfwise.core.sensitivity import Sensitivity
 from halfwise.core.sifting import Because
 from halfwise.core.timing import TimingTable
 
 __all__ = ["Trial", "confirmed"]
 
-_LEAST_ROUNDS = 4
-_MOST_ROUNDS = 12
-_ENOUGH_SECONDS = 1.0  # of float32 steps
+_ROUNDS = 4
 
 Trial = Callable[[Plan], tuple[float, float]]
 """Runs a batch under a plan, forward and backward, and leaves no trace: `(loss, seconds)`, the loss not scaled."""
@@ -34,6 +34,8 @@ def confirmed(
     timing: TimingTable,
     losses: Sequence[float],
     tolerance: float,
+    sensitivity: Sensitivity | None = None,
+    objective: Objective = "time",
     kept: Mapping[str, Because] = {},
 ) -> Plan:
     """`plan` where a whole step is faster under it and its loss hardly changes; else float32, with the reason.
@@ -41,7 +43,8 @@ def confirmed(
     Args:
         plan: what the layers' ranges and times speak for.
         trial: runs the batch. What it raises is a reason for float32: a trial never ends a training.
-        profile, timing, kept: what the plan was made from; see `halfwise.core.planner.plan_from`.
+        profile, timing, sensitivity, objective, kept: what the plan was made from, as in
+            `halfwise.core.planner.plan_from`.
         losses: those of the evidence steps, from different batches.
         tolerance: share of the losses' own spread that the plan may change the loss by.
 
@@ -54,14 +57,23 @@ def confirmed(
     what = plan.default.compute
 
     def in_float32(because: Because | None = None) -> Plan:
-        return float32_plan(profile, timing, framework=plan.framework, model=plan.model, kept=kept, because=because)
+        return float32_plan(
+            profile,
+            timing,
+            sensitivity=sensitivity,
+            tolerance=tolerance,
+            framework=plan.framework,
+            model=plan.model,
+            kept=kept,
+            because=because,
+        )
 
     try:
         half_runs, full_runs = _paired_runs(trial, plan, in_float32())
     except Exception as error:
         return in_float32(("operation", f"tried on a whole step, {what} cannot run it: {error}"))
     ratio = _relative_time([seconds for _, seconds in half_runs], [seconds for _, seconds in full_runs])
-    if not ratio < 1.0 - LEAST_GAIN:
+    if objective == "time" and not ratio < 1.0 - LEAST_GAIN:
         return in_float32(("slower", f"tried on a whole step, {what} takes {ratio:.2f} times the float32 time"))
     full_loss = full_runs[-1][0]
     change, spread = abs(half_runs[-1][0] - full_loss), pstdev(losses)
@@ -76,12 +88,9 @@ def confirmed(
 
 
 def _paired_runs(trial: Trial, half: Plan, full: Plan) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    trial(half), trial(full)  # warm-up
-    half_runs: list[tuple[float, float]] = []
-    full_runs: list[tuple[float, float]] = []
-    while len(full_runs) < _LEAST_ROUNDS or (
-        len(full_runs) < _MOST_ROUNDS and sum(seconds for _, seconds in full_runs) < _ENOUGH_SECONDS
-    ):
+    trial(half)  # warm-up; float32 has just been trained in
+    half_runs, full_runs = [], []
+    for _ in range(_ROUNDS):
         half_runs.append(trial(half))
         full_runs.append(trial(full))
     return half_runs, full_runs

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
 
-__all__ = ["time_formats"]
+__all__ = ["LayerTimes", "time_formats"]
 
 _LOG = logging.getLogger("halfwise")
 
-_LEAST_ROUNDS = 3
+_FIRST_ROUNDS = 2
+_LEAST_ROUNDS = 2
 _WARM_UPS = 5
 _LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
 _HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
@@ -22,25 +25,46 @@ _MOST_ROUNDS = 20
 _ENOUGH_SECONDS = 5e-3  # of float32 probes for one layer
 
 
+@dataclass(frozen=True)
+class LayerTimes:
+    """What one layer takes.
+
+    Attributes:
+        seconds: by format; a format that cannot run is left out.
+        cut_short: the formats whose seconds are a lower bound.
+        spread: seconds by which the measurements of one format differ: the median less the shortest, the largest over
+            the formats.
+    """
+
+    seconds: dict[str, float]
+    cut_short: frozenset[str]
+    spread: float
+
+
 def time_formats(
-    path: str, formats: Sequence[str], probe: Callable[[str, float], float]
-) -> tuple[dict[str, float], frozenset[str]]:
-    """`(seconds by format, the formats whose seconds are a lower bound)`; a format that cannot run is left out.
+    path: str,
+    formats: Sequence[str],
+    probe: Callable[[str, float], float],
+    *,
+    go_on: Callable[[], bool] = lambda: True,
+) -> LayerTimes:
+    """Times of one layer.
 
     Args:
         path: the layer's, for messages.
         formats: besides float32.
         probe: `probe(format, limit)` runs the layer forward and backward in the format and returns seconds; of the
             forward pass alone where that exceeds `limit` already.
+        go_on: whether there is time for more rounds than the fewest that tell anything.
 
     Example:
-        >>> seconds, bounds = time_formats("fc", ["bfloat16"], lambda name, limit: 0.001 if name == "float32" else 0.09)
-        >>> seconds, sorted(bounds)
+        >>> found = time_formats("fc", ["bfloat16"], lambda name, limit: 0.001 if name == "float32" else 0.09)
+        >>> found.seconds, sorted(found.cut_short)
         ({'float32': 0.001, 'bfloat16': 0.09}, ['bfloat16'])
     """
     endless = float("inf")
     probe("float32", endless)  # warm-up: allocations, and one-time choices of kernels
-    times = {"float32": [probe("float32", endless) for _ in range(_LEAST_ROUNDS)]}
+    times = {"float32": [probe("float32", endless) for _ in range(_FIRST_ROUNDS)]}
     cut_short: dict[str, float] = {}
     for name in formats:
         limit = min(times["float32"])
@@ -57,9 +81,11 @@ def time_formats(
             cut_short[name] = quickest
         else:
             times[name] = []
-    for _ in range(_MOST_ROUNDS):
+    for number in range(_MOST_ROUNDS if len(times) > 1 else 0):
+        if number >= _LEAST_ROUNDS and (sum(times["float32"]) > _ENOUGH_SECONDS or not go_on()):
+            break
         for name, seconds in times.items():
             seconds.append(probe(name, endless))
-        if len(times["float32"]) >= 2 * _LEAST_ROUNDS and sum(times["float32"]) > _ENOUGH_SECONDS:
-            break
-    return {name: min(seconds) for name, seconds in times.items()} | cut_short, frozenset(cut_short)
+    spread = max(median(seconds) - min(seconds) for seconds in times.values())
+    seconds_by_format = {name: min(seconds) for name, seconds in times.items()} | cut_short
+    return LayerTimes(seconds_by_format, frozenset(cut_short), spread)

@@ -17,7 +17,7 @@ __all__ = ["LEAST_GRADIENT_NOISE", "LEAST_LOSS_NOISE", "Because", "Sieve"]
 LEAST_LOSS_NOISE = 0.01
 """Noise of the loss that every training is taken to have, relative to the loss: few batches may agree by chance."""
 
-LEAST_GRADIENT_NOISE = 0.1
+LEAST_GRADIENT_NOISE = 0.25
 """Noise of a weight gradient that every training is taken to have, relative to the gradient."""
 
 Because = tuple[Reason, str]

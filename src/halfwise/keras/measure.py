@@ -9,6 +9,7 @@ once, since compiling takes a while.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import keras
 from keras import Layer
 
-from halfwise.core.layer_timing import time_formats
+from halfwise.core.layer_timing import LayerTimes, time_formats
 from halfwise.core.timing import TimingTable
 from halfwise.keras.apply import policy_name
 from halfwise.keras.names import children, whole
@@ -41,13 +42,18 @@ class LayerTimer(Observer):
         self._formats = tuple(formats)
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._input_gradients: set[str] = set()
-        self._seconds: dict[str, dict[str, float]] = {}
-        self._cut_short: set[tuple[str, str]] = set()
+        self._times: dict[str, LayerTimes] = {}
+        self._saved: dict[str, int] = {}
 
     @property
     def table(self) -> TimingTable:
         """What was measured so far."""
-        return TimingTable({p: dict(t) for p, t in self._seconds.items()}, frozenset(self._cut_short))
+        return TimingTable(
+            {path: dict(found.seconds) for path, found in self._times.items()},
+            frozenset((path, name) for path, found in self._times.items() for name in found.cut_short),
+            spread={path: found.spread for path, found in self._times.items()},
+            saved={path: self._saved[path] for path in self._times},
+        )
 
     def measure(
         self, data: Any, *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
@@ -62,9 +68,9 @@ class LayerTimer(Observer):
             twin = alike.setdefault((kind, path in self._input_gradients), path)
             if twin == path:
                 self._time(path, layers[path], args, kwargs, values)
-            elif twin in self._seconds:
-                self._seconds[path] = self._seconds[twin]
-                self._cut_short |= {(path, name) for where, name in self._cut_short if where == twin}
+            elif twin in self._times:
+                self._times[path] = self._times[twin]
+            self._saved[path] = _floating_values((args, kwargs))
         self._calls = {}
 
     def arguments(self, path: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,8 +91,7 @@ class LayerTimer(Observer):
     def _time(self, path: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any) -> None:
         put_back = _backend.keep(layer.non_trainable_variables)
         try:
-            self._seconds[path], bounds = self._measured(path, layer, args, kwargs, values)
-            self._cut_short |= {(path, name) for name in bounds}
+            self._times[path] = self._measured(path, layer, args, kwargs, values)
         except Exception as error:  # a measurement must never end a training
             _LOG.info("layer %r could not be timed and keeps float32: %s", path, error)
         finally:
@@ -94,7 +99,7 @@ class LayerTimer(Observer):
 
     def _measured(
         self, path: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any
-    ) -> tuple[dict[str, float], frozenset[str]]:
+    ) -> LayerTimes:
         passes: dict[str, Callable[[float], float]] = {}
 
         def seconds(name: str, limit: float) -> float:
@@ -105,6 +110,13 @@ class LayerTimer(Observer):
                 return passes[name](limit)
 
         return time_formats(path, self._formats, seconds)
+
+
+def _floating_values(structure: Any) -> int:
+    """How many floating values the tensors in it have."""
+    leaves = [leaf for leaf in keras.tree.flatten(structure) if keras.ops.is_tensor(leaf)]
+    floating = [leaf for leaf in leaves if keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype))]
+    return sum(math.prod(leaf.shape) for leaf in floating)
 
 
 def _timed(layer: Layer) -> bool:

@@ -16,7 +16,16 @@ _NAMES = {
     "seconds": "time in the format",
     "seconds_float32": "time in float32",
     "underflow": "rounds to zero",
-    "score": "sensitivity",
+    "score": "squared change of the loss",
+    "gradient_error": "error of its weight gradients",
+    "relative_memory": "bytes kept for backward relative to float32",
+    "relative_time": "time relative to float32",
+    "saved_values": "values kept for backward",
+}
+_OF_A_FORMAT = {
+    "relative_time_": "time in {} relative to float32",
+    "score_": "squared change of the loss in {}",
+    "seconds_": "time in {}",
 }
 
 
@@ -69,14 +78,19 @@ def evidence_text(evidence: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _evidence_name(name: str) -> str:
-    if name.startswith("relative_time_"):
-        return f"time in {name.removeprefix('relative_time_')} relative to float32"
-    return _NAMES.get(name, name.replace("_", " "))
+    if name in _NAMES:
+        return _NAMES[name]
+    for start, words in _OF_A_FORMAT.items():
+        if name.startswith(start):
+            return words.format(name.removeprefix(start))
+    return name.replace("_", " ")
 
 
 def _evidence_value(name: str, value: float) -> str:
     if name.startswith("seconds"):
         return seconds_text(value)
-    if name in ("underflow", "overflow"):
+    if name in ("underflow", "overflow", "gradient_error"):
         return f"{value:.2%}"
+    if name == "saved_values":
+        return f"{value:,.0f}"
     return f"{value:.4g}"

@@ -1,7 +1,12 @@
-"""The evidence behind "auto": gathered from the user's own first steps, which train in float32 meanwhile."""
+"""The evidence behind "auto": gathered from the user's own first steps, which train in float32 meanwhile.
+
+The first step shows ranges, the second times the layers, the last shows how sensitive they are to the formats that are
+quick enough. All of them show how much losses and gradients differ from batch to batch.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -9,19 +14,25 @@ import torch
 from torch import nn
 
 from halfwise.core.confirmation import Trial, confirmed
+from halfwise.core.objective import Objective
 from halfwise.core.plan import Plan
-from halfwise.core.planner import EVIDENCE_STEPS, plan_from
+from halfwise.core.planner import EVIDENCE_STEPS, LEAST_GAIN, plan_from
 from halfwise.core.profile import Profile
+from halfwise.core.sensitivity import Sensitivity
+from halfwise.core.targets import HERE, get_target, kind_of
 from halfwise.core.timing import TimingTable
 from halfwise.torch.apply import AppliedPlan
 from halfwise.torch.closure import Closure, split_loss
-from halfwise.torch.measure import LayerTimer, half_formats, now
+from halfwise.torch.measure import LayerTimer, half_formats, now, timed_layers
 from halfwise.torch.names import named_layers, unwrap
 from halfwise.torch.profile import Recorder, eager
 from halfwise.torch.region import device_type_of, region
+from halfwise.torch.sensitivity import SensitivityProbe
 from halfwise.torch.snapshot import rehearsal
 
 __all__ = ["Evidence", "WholeStep"]
+
+_TIMING_STEPS = 8.0  # steps' worth of time that timing the layers may take
 
 
 class Evidence:
@@ -29,20 +40,43 @@ class Evidence:
 
     Args:
         model: what is trained.
-        tolerance: share of the loss's own spread over the evidence steps that a plan may change it by.
-        timing: seconds per layer and format; None measures them in the last of the steps.
+        tolerance: share of training's own noise that rounding may add.
+        timing: seconds per layer and format; None measures them in the second of the steps.
+        objective: what the plan is to save.
+        target: the hardware to plan for. For all but `"here"` times are estimated from float32's.
+        earlier: a plan that exists; see `halfwise.core.planner.plan_from`.
+
+    Attributes:
+        spent: seconds by what they were spent on: `"ranges"`, `"times"`, `"sensitivities"`, `"trial"`.
     """
 
-    def __init__(self, model: nn.Module, *, tolerance: float, timing: TimingTable | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tolerance: float,
+        timing: TimingTable | None,
+        objective: Objective = "time",
+        target: str = HERE,
+        earlier: Plan | None = None,
+    ) -> None:
         if timing is not None:
             timing.check_paths((path for path, _ in named_layers(model)), type(unwrap(model)).__name__)
         self._model = model
         self._observing = False
         self._tolerance = tolerance
         self._supplied = timing
+        self._objective: Objective = objective
+        self._target = target
+        self._earlier = earlier
+        device_type = device_type_of(model)
+        self._runs = half_formats(device_type) if target == HERE else get_target(target).runs
         self._recorder = Recorder(model)
-        self._timer = LayerTimer(model, device_type_of(model), half_formats(device_type_of(model)))
+        self._timer = LayerTimer(model, device_type, self._runs if target == HERE else ())
+        self._probe = SensitivityProbe(model, device_type)
         self._losses: list[float] = []
+        self._step_seconds = float("inf")
+        self.spent = {"ranges": 0.0, "times": 0.0, "sensitivities": 0.0, "trial": 0.0}
 
     @property
     def complete(self) -> bool:
@@ -56,8 +90,20 @@ class Evidence:
 
     @property
     def timing(self) -> TimingTable:
-        """The supplied timing table, or what was measured so far."""
-        return self._supplied if self._supplied is not None else self._timer.table
+        """The supplied timing table, what was measured so far, or for another target what is estimated from that."""
+        if self._supplied is not None:
+            return self._supplied
+        if self._target == HERE:
+            return self._timer.table
+        layers, measured = timed_layers(self._model), self._timer.table
+        kinds = {path: kind_of(type(layers[path]).__name__) for path in measured.seconds}
+        full = {path: seconds["float32"] for path, seconds in measured.seconds.items()}
+        return get_target(self._target).estimate(full, kinds, measured.saved)
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """What rounding would do, in the formats that are quick enough, and training's own noise, as seen so far."""
+        return self._probe.sensitivity
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -66,36 +112,86 @@ class Evidence:
             yield
             return
         self._observing = True
+        number = len(self._losses)
+        start, spent = time.perf_counter(), self._spent_within()
         try:
             with ExitStack() as stack:
                 stack.enter_context(eager())
                 stack.enter_context(self._recorder.recording())
-                if self._supplied is None and len(self._losses) == EVIDENCE_STEPS - 1:
-                    stack.enter_context(self._timer.timing())
+                if self._supplied is None and number == 1:
+                    stack.enter_context(self._timer.timing(_TIMING_STEPS * self._step_seconds))
+                if number >= EVIDENCE_STEPS - 1:
+                    stack.enter_context(self._probe.watching(self._quick_enough()))
                 yield
         finally:
             self._observing = False
+            own = self._spent_within() - spent
+            self._step_seconds = min(self._step_seconds, time.perf_counter() - start - own)
+
+    def _quick_enough(self) -> list[str]:
+        """The formats that save something somewhere: how sensitive layers are to others is no question."""
+        timing = self.timing
+        if self._objective != "time":
+            return list(timing.formats)
+        least = LEAST_GAIN * timing.total("float32")
+        return [name for name in timing.formats if _saved_seconds(timing, name) > least]
+
+    def _spent_within(self) -> float:
+        spent = {"ranges": self._recorder.spent, "times": self._timer.spent, "sensitivities": self._probe.spent}
+        self.spent |= spent
+        return sum(spent.values())
 
     def record_gradients(self) -> None:
         """Takes the weights and their gradients into the step's evidence: unscaled, and before they are clipped."""
         self._recorder.record_parameters()
+        self._probe.record_gradients()
 
     def add_step(self, loss: float) -> None:
         """Ends a step that was applied."""
         self._recorder.keep()
+        self._probe.keep(loss)
         self._losses.append(loss)
 
     def drop_step(self) -> None:
         """Ends a step that was skipped: one bad batch says nothing about the layers."""
         self._recorder.discard()
+        self._probe.drop()
 
     def plan(self, trial: Trial | None) -> Plan:
         """The plan, tried out against float32 where the timing was measured here and a `trial` can be made."""
-        profile, timing = self.profile, self.timing
-        plan = plan_from(profile, timing, model=type(unwrap(self._model)).__name__)
-        if plan.default.compute == "float32" or trial is None or self._supplied is not None:
+        profile, timing, sensitivity = self.profile, self.timing, self.sensitivity
+        plan = plan_from(
+            profile,
+            timing,
+            sensitivity=sensitivity,
+            tolerance=self._tolerance,
+            objective=self._objective,
+            target=self._target,
+            model=type(unwrap(self._model)).__name__,
+            earlier=self._earlier,
+        )
+        self._spent_within()
+        here = self._supplied is None and self._target == HERE
+        if plan.default.compute == "float32" or trial is None or not here:
             return plan
-        return confirmed(plan, trial, profile=profile, timing=timing, losses=self._losses, tolerance=self._tolerance)
+        start = time.perf_counter()
+        plan = confirmed(
+            plan,
+            trial,
+            profile=profile,
+            timing=timing,
+            sensitivity=sensitivity,
+            losses=self._losses,
+            tolerance=self._tolerance,
+            objective=self._objective,
+        )
+        self.spent["trial"] += time.perf_counter() - start
+        return plan
+
+
+def _saved_seconds(timing: TimingTable, name: str) -> float:
+    """What the layers that are quicker in the format save together."""
+    return sum(max(0.0, times["float32"] - times[name]) for times in timing.seconds.values() if name in times)
 
 
 class WholeStep:

@@ -9,6 +9,7 @@ which legitimately hold -inf, usually come as keyword arguments and are left out
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -100,10 +101,15 @@ def is_whole(module: nn.Module) -> bool:
 
 
 class Recorder(StepHistograms):
-    """Gathers histograms while its hooks are attached."""
+    """Gathers histograms while its hooks are attached.
+
+    Attributes:
+        spent: seconds that counting took so far.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.spent = 0.0
         self._layers = profiled_layers(model)
 
     @contextmanager
@@ -130,8 +136,10 @@ class Recorder(StepHistograms):
                 tensor.register_hook(partial(self._add, path, "activation_gradient"))
 
     def _add(self, path: str, role: Role, tensor: Tensor) -> None:
+        start = time.perf_counter()
         if _is_readable(tensor):
             self.add(path, role, exponent_histogram(tensor))
+        self.spent += time.perf_counter() - start
 
 
 def _is_readable(tensor: Tensor) -> bool:
