@@ -78,7 +78,7 @@ def test_plan_and_float32_take_turns() -> None:
         return 1.0, 0.01
 
     confirm(trial)
-    assert ran == [True, *[True, False] * 4]  # a warm-up and four rounds
+    assert ran == [True, *[True, False] * 3]  # a warm-up and three rounds
 
 
 def test_a_plan_that_saves_memory_may_be_slower_but_not_disturb() -> None:
@@ -90,7 +90,7 @@ def test_a_plan_that_saves_memory_may_be_slower_but_not_disturb() -> None:
     assert confirm_memory(known((1.2, 0.5), (1.0, 1.0))) == "float32"
 
 
-@pytest.mark.parametrize(("half", "full"), [([0.1, 9.0, 9.0, 9.0], [1.0]), ([0.5], [1.0, 1.0, 1.0, 0.4])])
+@pytest.mark.parametrize(("half", "full"), [([0.1, 9.0, 9.0, 9.0], [1.0]), ([0.5], [1.0, 1.0, 0.4])])
 def test_neither_a_lucky_run_nor_lucky_pairs_make_a_plan_faster(half: list[float], full: list[float]) -> None:
     """In the first case the shortest times alone would say 0.1; in the second the pairs' median alone 0.5."""
     runs: dict[bool, Iterator[float]] = {True: cycle(half), False: cycle(full)}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfwise.core.sensitivity import Sensitivity
 from halfwise.torch.rounding import rounded
-from halfwise.torch.sensitivity import SensitivityProbe
+from halfwise.torch.sensitivity import SensitivityProbe, _seen_by_the_loss
 
 FORMATS = ("bfloat16", "float16", "tensorfloat32", "float8_e4m3fn")
 
@@ -186,6 +186,20 @@ def test_a_layer_that_cannot_be_run_again_is_left_out(caplog: pytest.LogCaptureF
     assert set(found.layers) == {"0"}
     assert "only once" in caplog.text
     assert model[0].weight.grad is not None
+
+
+def test_what_a_batch_norm_takes_out_again_does_not_count() -> None:
+    """A shift or a stretch of a whole channel, which rounding a weight brings, ends in the norm behind the layer."""
+    torch.manual_seed(0)
+    output, y = torch.randn(64, 8, 3, 3, requires_grad=True), torch.randn(64, 8, 3, 3)
+    (nn.functional.batch_norm(output, None, None, training=True) * y).sum().backward()
+    assert output.grad is not None
+    other, change = torch.randn(64, 8, 3, 3), 3.0 + 2.0 * output.detach()
+    seen = _seen_by_the_loss(change + other, output.detach(), output.grad)
+    assert float((seen * output.grad).sum()) == pytest.approx(float((other * output.grad).sum()), rel=1e-2)
+    assert float(seen.square().sum()) < 1.05 * float(other.square().sum())
+    unlike = torch.randn(64, 8, 3, 3)  # no norm behind: this gradient is not orthogonal
+    assert torch.equal(_seen_by_the_loss(change, output.detach(), unlike), change)
 
 
 def test_frozen_weights_have_no_gradient_error() -> None:

@@ -20,7 +20,7 @@ from halfwise.core.timing import TimingTable
 
 __all__ = ["Trial", "confirmed"]
 
-_ROUNDS = 4
+_ROUNDS = 3
 
 Trial = Callable[[Plan], tuple[float, float]]
 """Runs a batch under a plan, forward and backward, and leaves no trace: `(loss, seconds)`, the loss not scaled."""

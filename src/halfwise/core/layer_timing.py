@@ -16,13 +16,12 @@ __all__ = ["LayerTimes", "time_formats"]
 
 _LOG = logging.getLogger("halfwise")
 
-_FIRST_ROUNDS = 2
+_FIRST_ROUNDS = 1
 _LEAST_ROUNDS = 2
 _WARM_UPS = 5
-_LONGEST_WARM_UP = 0.05  # seconds; a first call makes its kernels, which for a tiny layer is 100 times its own time
-_HOPELESS = 50.0  # times the float32 time: more than a warm-up explains
+_WARMER = 0.7  # a call that takes more than this share of the one before it is as warm as it gets
 _MOST_ROUNDS = 20
-_ENOUGH_SECONDS = 5e-3  # of float32 probes for one layer
+_ENOUGH_SECONDS = 2e-3  # of float32 probes for one layer
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ def time_formats(
         quickest = endless
         try:
             for _ in range(_WARM_UPS):  # the first ones pay for this format's warm-up
-                quickest = min(quickest, probe(name, limit))
-                if quickest <= limit or quickest > max(_HOPELESS * limit, _LONGEST_WARM_UP):
+                before, quickest = quickest, min(quickest, probe(name, limit))
+                if quickest <= limit or quickest > min(_WARMER * before, _longest_warm_up(limit)):
                     break
         except Exception as error:  # what fails is not chosen
             _LOG.info("layer %r cannot run in %s: %s", path, name, error)
@@ -89,3 +88,8 @@ def time_formats(
     spread = max(median(seconds) - min(seconds) for seconds in times.values())
     seconds_by_format = {name: min(seconds) for name, seconds in times.items()} | cut_short
     return LayerTimes(seconds_by_format, frozenset(cut_short), spread)
+
+
+def _longest_warm_up(limit: float) -> float:
+    """A first call makes its kernels, which takes some milliseconds, for a tiny layer many times its own time."""
+    return max(10.0 * limit, 0.05)

@@ -20,6 +20,7 @@ from halfwise.core.diagnosis import Diagnosis, Incident, Suspect
 from halfwise.core.guard import GuardState
 from halfwise.core.healing import heal, judge
 from halfwise.core.loss_scale import LossScaleSettings
+from halfwise.core.objective import Objective
 from halfwise.core.plan import REASONS, Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
@@ -64,6 +65,7 @@ class Engine:
         *,
         guard: bool | Literal["report"],
         tolerance: float,
+        objective: Objective,
         timing: TimingTable | None,
         log: Callable[[str], None],
         unchecked: bool = False,
@@ -98,7 +100,7 @@ class Engine:
         self._untrained = [p for p in model.parameters() if id(p) not in trained]
         self._applied = AppliedPlan(model, plan or Plan.manual(), whole_model=False)
         if plan is None:
-            self.evidence = Evidence(model, tolerance=tolerance, timing=timing)
+            self.evidence = Evidence(model, tolerance=tolerance, timing=timing, objective=objective)
         else:
             self.use_plan(plan)
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = ["LayerTimer", "half_formats", "now", "timed_layers"]
 _LOG = logging.getLogger("halfwise")
 
 _CAST_ROUNDS = 3
+_PART = 8
+_HOPELESS = 8.0  # times the float32 time: other layers of the class will not be quicker than float32 either
 _OVERRUN = 1.5  # how far the fewest measurements of each layer may go beyond the allowance before layers are left out
 
 
@@ -58,6 +61,7 @@ class LayerTimer:
         self._allowed = float("inf")
         self._visited: set[str] = set()  # a layer that is called again, or calls itself, is timed once
         self._alike: dict[Any, tuple[LayerTimes, float]] = {}
+        self._hopeless: set[tuple[type, str]] = set()
         self._times: dict[str, LayerTimes] = {}
         self._casts: dict[str, float] = {}
         self._saved: dict[str, int] = {}
@@ -117,13 +121,22 @@ class LayerTimer:
             # what the probes save for backward is no affair of checkpointing or offloading around the real pass
             with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
                 probe = partial(_forward_and_backward, module, args, kwargs, self._device_type)
-                found = time_formats(path, self._formats, probe, go_on=lambda: time.perf_counter() - start < allowed)
+                formats = [name for name in self._formats if (type(module), name) not in self._hopeless]
+                found = time_formats(path, formats, probe, go_on=lambda: time.perf_counter() - start < allowed)
+                found = self._with_hopeless(found, type(module))
         finally:
             buffers.restore()
             random_state.restore()
         quick = [name for name in found.seconds if name != "float32" and name not in found.cut_short]
         cast = _cast_seconds((args, kwargs), quick[0], self._device_type) if quick else 0.0
         return found, min(cast, *(found.seconds[name] for name in quick)) if quick else 0.0
+
+    def _with_hopeless(self, found: LayerTimes, kind: type) -> LayerTimes:
+        """With the formats that were not tried, because they took so much longer in a layer of the same class."""
+        full = found.seconds["float32"]
+        self._hopeless |= {(kind, name) for name in found.cut_short if found.seconds[name] > _HOPELESS * full}
+        untried = {name: _HOPELESS * full for k, name in self._hopeless if k is kind and name not in found.seconds}
+        return replace(found, seconds=found.seconds | untried, cut_short=found.cut_short | untried.keys())
 
 
 def timed_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -152,7 +165,12 @@ def _kind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str, name: str, limit: float
 ) -> float:
-    """Seconds of one forward and backward; of the forward alone where that already exceeds `limit`."""
+    """Seconds of one forward and backward; of the forward alone where that already exceeds `limit`.
+
+    Where there is a limit a few rows go first, so that a format that is slow by far is found out at little cost.
+    """
+    if limit < float("inf") and (few := _few_rows_seconds(module, args, kwargs, device_type, name)) > limit:
+        return few
     args, kwargs = map_tensors(args, _own_copy), map_tensors(kwargs, _own_copy)
     parameters = [p for p in module.parameters() if p.requires_grad]
     inputs = [t for t in (*floating_tensors(args), *floating_tensors(kwargs)) if t.requires_grad]
@@ -167,6 +185,29 @@ def _forward_and_backward(
     ones = [torch.ones_like(t) for t in outputs]
     # the graph is kept because a part of it may be the real pass's: weights that a parametrization computed before
     torch.autograd.grad(outputs, [*inputs, *parameters], ones, allow_unused=True, retain_graph=True)
+    return now(device_type) - start
+
+
+def _few_rows_seconds(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str, name: str
+) -> float:
+    """Seconds of a forward pass of an eighth of the rows; 0 where the inputs cannot be cut."""
+    inputs = list(floating_tensors((args, kwargs)))
+    rows = min((tensor.shape[0] for tensor in inputs if tensor.dim() > 1), default=0)
+    if rows < 2 * _PART or any(tensor.dim() < 2 or tensor.shape[0] != rows for tensor in inputs):
+        return 0.0
+
+    def cut(tensor: Tensor) -> Tensor:
+        whole = tensor.dim() > 0 and tensor.shape[0] == rows
+        return (tensor[: rows // _PART] if whole else tensor).detach().clone()
+
+    args, kwargs = map_tensors(args, cut), map_tensors(kwargs, cut)
+    start = now(device_type)
+    try:
+        with torch.no_grad(), region(device_type, name, cache=False):
+            type(module).forward(module, *args, **kwargs)
+    except Exception:  # the layer wants all rows; whether it can run at all is seen next
+        return 0.0
     return now(device_type) - start
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfwise.core.diagnosis import Incident
+from halfwise.core.objective import Objective
 from halfwise.core.options import as_policy, check_options, plan_of_policy
 from halfwise.core.plan import Plan
 from halfwise.core.policy import disabled
@@ -50,8 +51,9 @@ class MixedPrecision:
             `"mixed_float16"`, `"mixed_bfloat16"`, `"float32"`, a `Plan`, or the path of a plan file.
         guard: True may change precision to heal a run, and says so; `"report"` diagnoses and never changes precision or
             stops; False is plain mixed precision with a bounded loss scale.
-        tolerance: how much of the loss's own batch-to-batch spread rounding may cost under `"auto"`; default a tenth.
-        objective: what `"auto"` optimises; `"time"`.
+        tolerance: share of training's own noise that rounding may add under `"auto"`: of the loss's spread over batches
+            for all layers together, of the gradients' for each layer; default a tenth.
+        objective: what `"auto"` saves: `"time"`, `"memory"` (what is kept for the backward pass), or `"balanced"`.
         log: called with each message; default the logger `"halfwise"`.
         timing: seconds per layer and format for `"auto"`; default None measures them on this device.
 
@@ -82,7 +84,7 @@ class MixedPrecision:
         *,
         guard: bool | Literal["report"] = True,
         tolerance: float = 0.1,
-        objective: str = "time",
+        objective: Objective = "time",
         log: Callable[[str], None] | None = None,
         timing: TimingTable | None = None,
     ) -> None:
@@ -104,6 +106,7 @@ class MixedPrecision:
             plan,
             guard=guard,
             tolerance=tolerance,
+            objective=objective,
             timing=timing,
             log=log or _LOG.warning,
             unchecked=disabled(),

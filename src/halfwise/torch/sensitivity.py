@@ -33,6 +33,7 @@ __all__ = ["SensitivityProbe"]
 
 _LOG = logging.getLogger("halfwise")
 
+_ORTHOGONAL = 1e-3  # relative: what sums up to this little is zero but for the rounding of float32
 _SAMPLE = 65536  # values of a weight's gradient
 
 
@@ -260,12 +261,32 @@ def _score(exact: list[Tensor], found: list[Tensor], gradients: Sequence[Tensor 
     for before, after, gradient in zip(exact, found, gradients, strict=False):
         if gradient is None:
             continue
-        products = (after - before) * gradient
+        products = _seen_by_the_loss(after - before, before, gradient) * gradient
         per_sample = products.flatten(1).sum(1) if products.dim() > 1 else products.reshape(-1)
         known = changes.get(per_sample.numel())
         changes[per_sample.numel()] = per_sample if known is None else known + per_sample
     total = math.fsum(float(change.double().square().sum()) for change in changes.values())
     return total if math.isfinite(total) else math.inf
+
+
+def _seen_by_the_loss(change: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
+    """`change` without what a batch norm behind the layer takes out: a shift, or a stretch, of a whole channel.
+
+    Such a norm makes the loss's gradient orthogonal to both. The loss as a whole does not change with them then, but
+    what single samples seem to add does.
+    """
+    if output.dim() < 2 or output.shape[0] < 2:
+        return change
+    dims = [0, *range(2, output.dim())]
+    centred = output - output.mean(dims, keepdim=True)
+    for direction in (torch.ones_like(output), centred):
+        across = (gradient * direction).sum(dims, keepdim=True)
+        size = (gradient * direction).abs().sum(dims, keepdim=True)
+        along = (change * direction).sum(dims, keepdim=True) / direction.square().sum(dims, keepdim=True).clamp_min(
+            1e-30
+        )
+        change = change - torch.where(across.abs() <= _ORTHOGONAL * size, along, 0.0) * direction
+    return change
 
 
 def _relative_error(exact: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
