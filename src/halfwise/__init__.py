@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from halfwise.core.plan import Plan, Rule
     from halfwise.core.profile import Profile
     from halfwise.core.timing import TimingTable
+    from halfwise.core.workload import Workload
     from halfwise.errors import HalfwiseError, TrainingStopped, UsageError
 
 __version__ = "0.1.0.dev0"
@@ -35,6 +36,7 @@ _HOMES = {
     "TimingTable": "halfwise.core.timing",
     "TrainingStopped": "halfwise.errors",
     "UsageError": "halfwise.errors",
+    "Workload": "halfwise.core.workload",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "TimingTable",
     "TrainingStopped",
     "UsageError",
+    "Workload",
 ]
 
 

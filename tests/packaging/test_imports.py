@@ -79,6 +79,7 @@ def test_public_names_of_the_package() -> None:
         "TimingTable",
         "TrainingStopped",
         "UsageError",
+        "Workload",
     }
     assert all(getattr(halfwise, name) is not None for name in halfwise.__all__)
     assert set(halfwise.__all__) <= set(dir(halfwise))
@@ -100,6 +101,7 @@ def test_public_names_of_the_adapter() -> None:
         "diagnose",
         "exponent_histogram",
         "plan",
+        "preflight",
         "profile",
         "to_precision",
         "watch",

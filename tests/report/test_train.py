@@ -129,8 +129,8 @@ def test_half_precision_gives_paired_times_skips_and_incidents() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_long_plans_are_cut_and_lines_fit(width: int) -> None:
-    row = {"compute": "bfloat16", "reason": "faster", "detail": ""}
-    layers = [{"name": f"encoder.layers.{i}.mlp.fc2", **row} for i in range(40)]
+    row = {"compute": "bfloat16", "reason": "faster"}
+    layers = [{"name": f"encoder.layers.{i}.mlp.fc2", "detail": f"{i} ms", **row} for i in range(40)]
     summary = {**SUMMARY, "plan": {**SUMMARY["plan"], "layers": layers}}
     text = shown(summary, width)
     assert "... and 28 more" in text

@@ -15,7 +15,7 @@ from halfwise.core.plan import Plan
 from halfwise.core.planner import LEAST_GAIN, float32_plan
 from halfwise.core.profile import Profile
 from halfwise.core.sensitivity import Sensitivity
-from halfwise.core.sifting import Because
+from halfwise.core.sifting import LEAST_LOSS_NOISE, Because
 from halfwise.core.timing import TimingTable
 
 __all__ = ["Trial", "confirmed"]
@@ -76,11 +76,11 @@ def confirmed(
     if objective == "time" and not ratio < 1.0 - LEAST_GAIN:
         return in_float32(("slower", f"tried on a whole step, {what} takes {ratio:.2f} times the float32 time"))
     full_loss = full_runs[-1][0]
-    change, spread = abs(half_runs[-1][0] - full_loss), pstdev(losses)
-    if not (math.isfinite(change) and change <= max(tolerance * spread, 1e-3 * abs(full_loss))):
+    change, spread = abs(half_runs[-1][0] - full_loss), max(pstdev(losses), LEAST_LOSS_NOISE * abs(full_loss))
+    if not (math.isfinite(change) and change <= tolerance * spread):
         detail = (
             f"tried on a whole step, {what} changes the loss by {change:.3g}; "
-            f"its spread over batches is {spread:.3g}, of which {tolerance:g} may be spent"
+            f"its spread over batches is taken to be {spread:.3g}, of which {tolerance:g} may be spent"
         )
         return in_float32(("sensitivity", detail))
     told = f"{plan.default.detail}; tried on a whole step, {what} takes {ratio:.2f} times the float32 time"

@@ -14,7 +14,7 @@ from halfwise.core.timing import TimingTable
 
 __all__ = ["LEAST_GRADIENT_NOISE", "LEAST_LOSS_NOISE", "Because", "Sieve"]
 
-LEAST_LOSS_NOISE = 0.01
+LEAST_LOSS_NOISE = 0.05
 """Noise of the loss that every training is taken to have, relative to the loss: few batches may agree by chance."""
 
 LEAST_GRADIENT_NOISE = 0.25

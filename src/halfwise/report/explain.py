@@ -17,8 +17,13 @@ from halfwise.report.words import count, evidence_text, ratio_text
 __all__ = ["module_screen", "plan_screen"]
 
 
-def plan_screen(explanation: Mapping[str, Any]) -> RenderableType:
-    """The plan: what `explain_plan` gathered. Fits 80 columns."""
+def plan_screen(explanation: Mapping[str, Any], *, keep: str = "") -> RenderableType:
+    """The plan: what `explain_plan` gathered. Fits 80 columns.
+
+    Args:
+        explanation: the plan.
+        keep: the command that writes the plan to a file, where it is in none yet.
+    """
     model = f" for {explanation['model']}" if explanation["model"] else ""
     rows: list[tuple[str, RenderableType]] = [
         ("Plan", f"{explanation['origin']}  ({explanation['framework']}{model}, target: {explanation['target']})"),
@@ -35,7 +40,8 @@ def plan_screen(explanation: Mapping[str, Any]) -> RenderableType:
     if explanation["layers"]:
         parts += ["", plan_table(explanation["layers"])]
         hint = f"halfwise explain {explanation['origin']} {explanation['layers'][0]['name'] or 'MODULE'}"
-        parts += ["", facts([("One module", Text(hint, style="cyan"))])]
+        told = ("Keep it", keep) if keep else ("One module", hint)
+        parts += ["", facts([(told[0], Text(told[1], style="cyan"))])]
     return Padding(Group(*parts, ""), (0, 1))
 
 

@@ -31,8 +31,11 @@ def plain(text: str) -> Text:
 
 
 def plan_table(layers: Iterable[Mapping[str, Any]], *, most: int | None = None) -> RenderableType:
-    """Layers with their format and the reason; where there are more than `most`, the rest is counted."""
-    rows = list(layers)
+    """Layers with their format and the reason; where there are more than `most`, the rest is counted.
+
+    Layers that differ in an index only, such as those of repeated blocks, and of which the same is said, share a row.
+    """
+    rows = _merged(layers)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Layer", overflow="fold", min_width=8)
     table.add_column("Computes in", no_wrap=True)
@@ -42,6 +45,17 @@ def plan_table(layers: Iterable[Mapping[str, Any]], *, most: int | None = None) 
     if most is not None and len(rows) > most:
         table.add_row(Text(f"... and {len(rows) - most} more", style="dim"), "", "")
     return table
+
+
+def _merged(layers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in layers:
+        pattern = ".".join("*" if part.isdigit() else part for part in row["name"].split("."))
+        groups.setdefault((pattern, row["compute"], row["reason"], row["detail"]), []).append(row)
+    return [
+        rows[0] if len(rows) == 1 else {**rows[0], "name": f"{pattern} ({len(rows)} layers)"}
+        for (pattern, *_), rows in groups.items()
+    ]
 
 
 def incident_text(incident: Incident) -> str:

@@ -14,7 +14,7 @@ from halfwise.workloads.datasets import Dataset
 from halfwise.workloads.settings import Settings
 from halfwise.workloads.training import Training, View
 
-__all__ = ["BACKENDS", "FRAMEWORKS", "LOOPS", "choose_backend", "make_training"]
+__all__ = ["BACKENDS", "FRAMEWORKS", "LOOPS", "choose_backend", "make_training", "use_backend"]
 
 FRAMEWORKS = ("torch", "keras")
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -43,16 +43,26 @@ def choose_backend(settings: Settings) -> Settings:
                 )
         _require("torch", "torch", "halfwise train")
         return settings
-    backend = settings.backend or os.environ.get("KERAS_BACKEND") or _installed_backend()
     loop = settings.loop or LOOPS[0]
-    _check("--backend", backend, BACKENDS)
     _check("--loop", loop, LOOPS)
     if loop == "fit" and settings.checkpoint_every is not None:
         raise UsageError(
             "--checkpoint-every cannot be used with --loop 'fit', which keeps a checkpoint after each epoch. "
             "Add --loop custom, or leave it out."
         )
-    purpose = f"halfwise train --framework keras --backend {backend}"
+    return replace(settings, backend=use_backend(settings.backend), loop=loop)
+
+
+def use_backend(backend: str | None) -> str:
+    """Makes this process ready for Keras with `backend`; returns which it is where None is given.
+
+    Raises:
+        UsageError: an unknown backend, or Keras is imported already with another one.
+        MissingDependencyError: Keras or the backend is not installed.
+    """
+    backend = backend or os.environ.get("KERAS_BACKEND") or _installed_backend()
+    _check("--backend", backend, BACKENDS)
+    purpose = f"Keras with --backend {backend}"
     _require("keras", "keras" if backend == "torch" else backend, purpose)
     _require(backend, backend, purpose)
     keras = sys.modules.get("keras")
@@ -63,7 +73,7 @@ def choose_backend(settings: Settings) -> Settings:
         )
     os.environ["KERAS_BACKEND"] = backend
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's greetings would stand between our lines
-    return replace(settings, backend=backend, loop=loop)
+    return backend
 
 
 def make_training(settings: Settings, data: Dataset, *, plan: Plan | None, view: View) -> Training:
