@@ -32,18 +32,22 @@ OF_THE_TARGET = Hazard(kind="not_native")
     ("hazards", "verdict", "sentence"),
     [
         ((), "ready", "ready for mixed_float16 on cuda:ampere: nothing was found that would go wrong"),
-        ((OVERFLOW,), "hazards", "not ready for mixed_float16 on cuda:ampere: in fc values do not fit the format"),
+        (
+            (OVERFLOW,),
+            "hazards",
+            "not ready for mixed_float16 on cuda:ampere: fc (Linear): values do not fit the format",
+        ),
         (
             (IN_THE_LOSS, OVERFLOW),
             "hazards",
-            "not ready for mixed_float16 on cuda:ampere: outside all modules (the loss?) values do not fit the "
+            "not ready for mixed_float16 on cuda:ampere: outside all modules (the loss?): values do not fit the "
             "format, and 1 more hazard",
         ),
         (
             (Hazard(kind="mask", module_class="Net"), OVERFLOW, OVERFLOW),
             "hazards",
-            "not ready for mixed_float16 on cuda:ampere: in the model's own code a mask's constant does not fit the "
-            "format, and 2 more hazards",
+            "not ready for mixed_float16 on cuda:ampere: the model's own code (Net): a mask's constant does not "
+            "fit the format, and 2 more hazards",
         ),
         (
             (OF_THE_TARGET,),
@@ -75,6 +79,7 @@ def test_all_of_it_as_json() -> None:
         hazards=(OVERFLOW,),
         plan=Plan.manual({"fc": "float32"}, default="float16"),
         cured=True,
+        loss_in_float32=True,
         alternative="mixed_bfloat16",
         notes=("a note",),
         batches=3,
@@ -87,6 +92,7 @@ def test_all_of_it_as_json() -> None:
     assert data["hazards"][0]["kind"] == "overflow"
     assert data["plan"]["layers"][0]["path"] == "fc"
     assert (data["cured"], data["alternative"], data["notes"]) == (True, "mixed_bfloat16", ["a note"])
+    assert data["loss_in_float32"] is True
     assert set(vars(found)) <= set(data)
 
 

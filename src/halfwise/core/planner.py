@@ -56,7 +56,7 @@ def plan_from(
             another target, or supplied.
         sensitivity: what rounding would do; None decides by range and time alone.
         tolerance: share of training's own noise that rounding may add: of the loss's spread over batches for all layers
-            together, and of its gradients' for each layer. Default a tenth.
+            together, and of the variance of each layer's gradients. Default a tenth.
         objective: what to save.
         target: the hardware that `timing` is for; all but `"here"` is told as an estimate.
         framework: `"torch"` or `"keras"`.

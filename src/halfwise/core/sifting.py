@@ -121,10 +121,11 @@ class Sieve:
                 f"allowed for all layers together: {math.sqrt(self.budget):.2g}"
             )
         noise = max(sensitivity.gradient_noise.get(path, 0.0), LEAST_GRADIENT_NOISE)
-        if not found.gradient_error <= self.tolerance * noise:
+        allowed = math.sqrt(self.tolerance) * noise  # errors of steps are independent: variances are what adds up
+        if not found.gradient_error <= allowed:
             return (
                 f"{format_name} makes an error of {found.gradient_error:.2%} in its weight gradients; "
-                f"beside their own noise {self.tolerance * noise:.2%} is allowed"
+                f"beside their own noise {allowed:.2%} is allowed"
             )
         return None
 

@@ -19,6 +19,7 @@ from halfwise.core.diagnosis import Diagnosis, Incident, Suspect
 from halfwise.core.guard import LARGEST_NORM, GuardState
 from halfwise.core.healing import heal, judge
 from halfwise.core.loss_scale import LossScaleState, initial_state, update
+from halfwise.core.objective import Objective
 from halfwise.core.plan import REASONS, Plan
 from halfwise.core.profile import Profile
 from halfwise.core.timing import TimingTable
@@ -71,7 +72,7 @@ class Engine:
         plan: the plan to train under; None to gather evidence first.
         in_force: the plan is what the layers' own policies say already.
         undecided: `path -> policy` that layers held before the training began, as marks that they are to be decided on.
-        guard, tolerance, timing, log: see `PrecisionGuard`.
+        guard, tolerance, objective, timing, log: see `PrecisionGuard`.
 
     Attributes:
         plan: the plan in force; None while evidence is gathered (everything is in float32 then).
@@ -89,6 +90,7 @@ class Engine:
         undecided: Mapping[str, keras.DTypePolicy],
         guard: bool | Literal["report"],
         tolerance: float,
+        objective: Objective,
         timing: TimingTable | None,
         log: Callable[[str], None],
     ) -> None:
@@ -117,7 +119,9 @@ class Engine:
         self.evidence: Evidence | None = None
         if plan is None:
             by_hand = set_by_hand(model, undecided)
-            self.evidence = Evidence(model, execution.step, tolerance=tolerance, timing=timing, by_hand=by_hand)
+            self.evidence = Evidence(
+                model, execution.step, tolerance=tolerance, timing=timing, by_hand=by_hand, objective=objective
+            )
             self._settle()
         elif in_force:
             self.plan = plan

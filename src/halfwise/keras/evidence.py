@@ -11,22 +11,26 @@ from typing import Any
 import keras
 
 from halfwise.core.confirmation import confirmed
+from halfwise.core.objective import Objective
 from halfwise.core.plan import Plan, Rule
-from halfwise.core.planner import EVIDENCE_STEPS, plan_from
+from halfwise.core.planner import EVIDENCE_STEPS, LEAST_GAIN, plan_from
 from halfwise.core.profile import Profile
+from halfwise.core.sensitivity import Sensitivity
 from halfwise.core.sifting import Because
+from halfwise.core.targets import HERE, get_target, kind_of
 from halfwise.core.timing import TimingTable
 from halfwise.keras.apply import AppliedPlan
 from halfwise.keras.execution import LoopExecution
 from halfwise.keras.guarded_step import VITALS, Step, read_vitals
 from halfwise.keras.heads import HEAD_REASON, heads
 from halfwise.keras.loss_scale import LossScaleOptimizer
-from halfwise.keras.measure import LayerTimer
+from halfwise.keras.measure import LayerTimer, timed_layers
 from halfwise.keras.names import routes
 from halfwise.keras.optimizer import UNSCALED
 from halfwise.keras.probe import tapped_layers
 from halfwise.keras.profile import Recorder
 from halfwise.keras.restore import attribute, put_back
+from halfwise.keras.sensitivity import SensitivityProbe
 
 __all__ = ["Evidence", "Trial", "set_by_hand"]
 
@@ -37,9 +41,12 @@ class Evidence:
     Args:
         model: what is trained, built.
         step: the training step.
-        tolerance: share of the loss's own spread over the evidence steps that a plan may change it by.
-        timing: seconds per layer and format; None measures them on the last of the batches.
+        tolerance: share of training's own noise that rounding may add.
+        timing: seconds per layer and format; None measures them on the second of the batches.
         by_hand: `path -> format` of the layers whose precision the user set; they keep it.
+        objective: what the plan is to save.
+        target: the hardware to plan for. For all but `"here"` times are estimated from float32's.
+        earlier: a plan that exists; see `halfwise.core.planner.plan_from`.
     """
 
     def __init__(
@@ -50,14 +57,21 @@ class Evidence:
         tolerance: float,
         timing: TimingTable | None,
         by_hand: Mapping[str, str] | None = None,
+        objective: Objective = "time",
+        target: str = HERE,
+        earlier: Plan | None = None,
     ) -> None:
+        self._objective: Objective = objective
+        self._target = target
+        self._earlier = earlier
         self._model = model
         self._step = step
         self._tolerance = tolerance
         self._supplied = timing
         self._by_hand = dict(by_hand or {})
         self._recorder = Recorder(model)
-        self._timer = LayerTimer(model)
+        self._timer = LayerTimer(model) if target == HERE else LayerTimer(model, ())
+        self._probe = SensitivityProbe(model)
         self._losses: list[float] = []
         self._loss = float("nan")
 
@@ -77,37 +91,76 @@ class Evidence:
 
     @property
     def timing(self) -> TimingTable:
-        """The supplied timing table, or what was measured so far."""
-        return self._supplied if self._supplied is not None else self._timer.table
+        """The supplied timing table, what was measured so far, or for another target what is estimated from that."""
+        if self._supplied is not None:
+            return self._supplied
+        if self._target == HERE:
+            return self._timer.table
+        layers, measured = timed_layers(self._model), self._timer.table
+        kinds = {path: kind_of(type(layers[path]).__name__) for path in measured.seconds}
+        full = {path: seconds["float32"] for path, seconds in measured.seconds.items()}
+        return get_target(self._target).estimate(full, kinds, measured.saved)
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """What rounding would do, in the formats that are quick enough, and training's own noise, as seen so far."""
+        return self._probe.sensitivity
 
     def observe(self, batch: Any, state: Any = None) -> None:
         """Looks at a batch before it is trained on: one step under observation, which changes nothing."""
-        self._loss = self._recorder.record(batch, step=self._step, state=state).loss
-        if self._supplied is None and len(self._losses) == EVIDENCE_STEPS - 1:
+        probed = self._recorder.record(batch, step=self._step, state=state)
+        self._loss = probed.loss
+        self._probe.add_gradients(probed)
+        number = len(self._losses)
+        if self._supplied is None and number == 1:
             self._timer.measure(batch, step=self._step, state=state)
+        if number >= EVIDENCE_STEPS - 1:
+            self._probe.look(batch, self._quick_enough(), step=self._step, state=state)
+
+    def _quick_enough(self) -> list[str]:
+        """The formats that save something somewhere: how sensitive layers are to others is no question."""
+        timing = self.timing
+        if self._objective != "time":
+            return list(timing.formats)
+        return [name for name in timing.formats if timing.saved_seconds(name) > LEAST_GAIN * timing.total("float32")]
 
     def keep_step(self) -> None:
         """Ends a step that was applied."""
         self._recorder.keep()
+        self._probe.keep(self._loss)
         self._losses.append(self._loss)
 
     def drop_step(self) -> None:
         """Ends a step that was skipped: one bad batch says nothing about the layers."""
         self._recorder.discard()
+        self._probe.drop()
 
     def plan(self, batch: Any, state: Any = None) -> Plan:
         """The plan, tried out on `batch` against float32 where the timing was measured here."""
         kept = self._kept()
-        name = type(self._model).__name__
-        plan = plan_from(self.profile, self.timing, framework="keras", model=name, kept=kept)
-        if plan.default.compute != "float32" and self._supplied is None:
+        sensitivity = self.sensitivity
+        plan = plan_from(
+            self.profile,
+            self.timing,
+            sensitivity=sensitivity,
+            tolerance=self._tolerance,
+            objective=self._objective,
+            target=self._target,
+            framework="keras",
+            model=type(self._model).__name__,
+            kept=kept,
+            earlier=self._earlier,
+        )
+        if plan.default.compute != "float32" and self._supplied is None and self._target == HERE:
             plan = confirmed(
                 plan,
                 Trial(self._model, self._step, batch, state),
                 profile=self.profile,
                 timing=self.timing,
+                sensitivity=sensitivity,
                 losses=self._losses,
                 tolerance=self._tolerance,
+                objective=self._objective,
                 kept=kept,
             )
         return self._with_layers_by_hand(plan)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 import keras
 
 from halfwise.core.diagnosis import Incident
+from halfwise.core.objective import Objective
 from halfwise.core.options import as_policy, check_options
 from halfwise.core.plan import Plan
 from halfwise.core.policy import disabled
@@ -63,7 +64,9 @@ class PrecisionGuard(keras.callbacks.Callback):
             were built, or the layers' own policies.
         guard: True may change precision to heal a run, and says so; `"report"` diagnoses and never changes precision or
             stops; False only skips, with a bounded loss scale.
-        tolerance: how much of the loss's own batch-to-batch spread rounding may cost under `"auto"`; default a tenth.
+        tolerance: share of training's own noise that rounding may add under `"auto"`: of the loss's spread over batches
+            for all layers together, of the gradients' for each layer; default a tenth.
+        objective: what `"auto"` saves: `"time"`, `"memory"` (what is kept for the backward pass), or `"balanced"`.
         timing: seconds per layer and format for `"auto"`; default None measures them on this device.
         log: called with each message; default the logger `"halfwise"`.
 
@@ -92,13 +95,19 @@ class PrecisionGuard(keras.callbacks.Callback):
         *,
         guard: bool | Literal["report"] = True,
         tolerance: float = 0.1,
+        objective: Objective = "time",
         timing: TimingTable | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__()
-        check_options(guard=guard, tolerance=tolerance, timing=timing, log=log)
+        check_options(guard=guard, tolerance=tolerance, objective=objective, timing=timing, log=log)
         self._policy = None if policy is None else as_policy(policy)
-        self._options: dict[str, Any] = {"guard": guard, "tolerance": tolerance, "timing": timing}
+        self._options: dict[str, Any] = {
+            "guard": guard,
+            "tolerance": tolerance,
+            "objective": objective,
+            "timing": timing,
+        }
         self._log = log or _LOG.warning
         self._engine: Engine | None = None
         self._execution: FitExecution | None = None

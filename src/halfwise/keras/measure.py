@@ -25,7 +25,7 @@ from halfwise.keras.names import children, whole
 from halfwise.keras.probe import Observer, built, probe, tapped_layers
 from halfwise.keras.profile import parameters
 
-__all__ = ["HALF_FORMATS", "LayerTimer"]
+__all__ = ["HALF_FORMATS", "LayerTimer", "timed_layers"]
 
 _LOG = logging.getLogger("halfwise")
 _backend = import_module(f"halfwise.keras.backends.{keras.backend.backend()}")
@@ -59,7 +59,7 @@ class LayerTimer(Observer):
         self, data: Any, *, step: Callable[..., Any] | None = None, state: tuple[Any, ...] | None = None
     ) -> None:
         """Times the layers on what they get in one training step. The arguments are those of `probe`."""
-        layers = {path: layer for path, layer in tapped_layers(built(self._model, data, step)).items() if _timed(layer)}
+        layers = timed_layers(built(self._model, data, step))
         probed = probe(self._model, data, self, layers=layers, step=step, state=state)
         values = {id(variable): value for variable, value in probed.weights}
         alike: dict[Any, str] = {}
@@ -119,8 +119,12 @@ def _floating_values(structure: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in floating)
 
 
+def timed_layers(model: keras.Model) -> dict[str, Layer]:
+    """The layers of a built model by path that have weights and contain no other such layer: none counts twice."""
+    return {path: layer for path, layer in tapped_layers(model).items() if _timed(layer)}
+
+
 def _timed(layer: Layer) -> bool:
-    """Layers with weights that contain no other timed layer, so that no time is counted twice."""
     return bool(parameters(layer)) and (whole(layer) or not children(layer))
 
 

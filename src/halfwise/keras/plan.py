@@ -8,9 +8,11 @@ from typing import Any
 
 import keras
 
+from halfwise.core.objective import Objective
 from halfwise.core.options import check_options
 from halfwise.core.plan import Plan
 from halfwise.core.planner import EVIDENCE_STEPS
+from halfwise.core.targets import HERE
 from halfwise.core.timing import TimingTable
 from halfwise.errors import UsageError
 from halfwise.keras.apply import AppliedPlan
@@ -34,10 +36,14 @@ def plan(
     loss: Any = None,
     timing: TimingTable | None = None,
     tolerance: float = 0.1,
-    objective: str = "time",
+    objective: Objective = "time",
+    target: str = HERE,
+    earlier: Plan | None = None,
     batch_size: int = 32,
 ) -> Plan:
-    """What `"auto"` would choose for `model` on this device. Nothing is changed: weights, statistics, metrics, seeds.
+    """What `"auto"` would choose for `model` on this device, or on other hardware.
+
+    Nothing is changed: weights, statistics, metrics, seeds.
 
     Args:
         model: compiled, or with `loss` given; variables in float32. It is built if it is not.
@@ -45,8 +51,11 @@ def plan(
             set that yields batches `(x, y)` or `(x, y, sample_weight)`.
         loss: what `model.compile` takes as a loss; default the compiled one.
         timing: seconds per layer and format; None measures them here.
-        tolerance: how much of the loss's own batch-to-batch spread a plan may change it by; default a tenth.
-        objective: `"time"`.
+        tolerance: share of training's own noise that rounding may add: of the loss's spread over batches for all layers
+            together, of the gradients' from batch to batch for each layer. Default a tenth.
+        objective: what to save: `"time"`, `"memory"` (what is kept for the backward pass), or `"balanced"`.
+        target: `"here"`, or other hardware, such as `"cuda:ampere"` (`halfwise.core.targets`). Its times are estimates.
+        earlier: a plan that exists: a layer changes only where it gains more than its measurements are spread.
         batch_size: rows of a batch where arrays are given; default 32. Give that of the training: times depend on it.
 
     Raises:
@@ -78,7 +87,16 @@ def plan(
     by_hand = set_by_hand(model, undecided_layers(model))
     in_float32 = Plan.manual(by_hand, framework="keras")
     with AppliedPlan(model, in_float32, settle=False):
-        evidence = Evidence(model, step, tolerance=tolerance, timing=timing, by_hand=by_hand)
+        evidence = Evidence(
+            model,
+            step,
+            tolerance=tolerance,
+            timing=timing,
+            by_hand=by_hand,
+            objective=objective,
+            target=target,
+            earlier=earlier,
+        )
         for number in range(max(EVIDENCE_STEPS, len(batches))):
             evidence.observe(batches[number % len(batches)])
             evidence.keep_step()

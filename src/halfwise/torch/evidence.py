@@ -134,7 +134,7 @@ class Evidence:
         if self._objective != "time":
             return list(timing.formats)
         least = LEAST_GAIN * timing.total("float32")
-        return [name for name in timing.formats if _saved_seconds(timing, name) > least]
+        return [name for name in timing.formats if timing.saved_seconds(name) > least]
 
     def _spent_within(self) -> float:
         spent = {"ranges": self._recorder.spent, "times": self._timer.spent, "sensitivities": self._probe.spent}
@@ -187,11 +187,6 @@ class Evidence:
         )
         self.spent["trial"] += time.perf_counter() - start
         return plan
-
-
-def _saved_seconds(timing: TimingTable, name: str) -> float:
-    """What the layers that are quicker in the format save together."""
-    return sum(max(0.0, times["float32"] - times[name]) for times in timing.seconds.values() if name in times)
 
 
 class WholeStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,27 @@ def layer_pass(
         return time.perf_counter() - start
 
     return run
+
+
+def local_gradients(
+    layer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: Sequence[tuple[Any, Any]],
+    others: Sequence[tuple[Any, Any]],
+    gradients: Mapping[int, Any],
+) -> tuple[list[Any], list[Any]]:
+    """One forward and backward of a layer by itself, run eagerly, which changes no variable; see `tensorflow.py`."""
+
+    def forward(values: list[Any]) -> list[Any]:
+        mapping = [*others, *((variable, value) for (variable, _), value in zip(weights, values, strict=True))]
+        with keras.StatelessScope(state_mapping=mapping):
+            output = layer(*args, **kwargs)
+        return [leaf for leaf in keras.tree.flatten(output) if _is_floating(leaf)]
+
+    outputs, backward = jax.vjp(forward, [value for _, value in weights])
+    upstream = [gradients.get(index, jax.numpy.zeros_like(output)) for index, output in enumerate(outputs)]
+    return outputs, list(backward(upstream)[0])
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -6,7 +6,7 @@ Each function but `run_if` and `trace` has its twin in `jax.py` and `torch.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "gradient_fields_kept",
     "keep",
     "layer_pass",
+    "local_gradients",
     "own_step",
     "run_if",
     "run_step",
@@ -162,6 +163,41 @@ def layer_pass(
         return _now() - start
 
     return run
+
+
+def local_gradients(
+    layer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: Sequence[tuple[Any, Any]],
+    others: Sequence[tuple[Any, Any]],
+    gradients: Mapping[int, Any],
+) -> tuple[list[Any], list[Any]]:
+    """One forward and backward of a layer by itself, run eagerly, which changes no variable.
+
+    Args:
+        layer, args, kwargs: what is called.
+        weights: `(variable, the value that it is to have)` of those whose gradients are wanted.
+        others: the same for the layer's other variables.
+        gradients: index among the floating outputs -> gradient with respect to it.
+
+    Returns:
+        The floating outputs, and the gradients with respect to those weights that the outputs depend on.
+    """
+    values = [value for _, value in weights]
+    mapping = [*others, *weights]
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        with keras.StatelessScope(state_mapping=mapping):
+            outputs = [leaf for leaf in keras.tree.flatten(layer(*args, **kwargs)) if leaf.dtype.is_floating]
+    targets = [outputs[index] for index in gradients]
+    found = tape.gradient(targets, values, output_gradients=list(gradients.values()))
+    return outputs, [_all_rows(gradient) for gradient in found if gradient is not None]
+
+
+def _all_rows(gradient: Any) -> Any:
+    """A gradient of an embedding's few rows with the zeros of the others."""
+    return tf.convert_to_tensor(gradient)
 
 
 def _now() -> float:

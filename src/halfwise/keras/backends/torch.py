@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,33 @@ def layer_pass(
             return now() - start
 
     return run
+
+
+def local_gradients(
+    layer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: Sequence[tuple[Any, Any]],
+    others: Sequence[tuple[Any, Any]],
+    gradients: Mapping[int, Any],
+) -> tuple[list[Any], list[Any]]:
+    """One forward and backward of a layer by itself, run eagerly, which changes no variable; see `tensorflow.py`."""
+    values = [value.detach().clone().requires_grad_() for _, value in weights]
+    mapping = [*others, *((variable, value) for (variable, _), value in zip(weights, values, strict=True))]
+    args, kwargs = keras.tree.map_structure(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+    )
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(0)  # Keras' dropout draws from torch's generators here, and each pass shall drop the same
+        with keras.StatelessScope(state_mapping=mapping):
+            outputs = [leaf for leaf in keras.tree.flatten(layer(*args, **kwargs)) if _has_value(leaf)]
+        pairs = [(outputs[index], gradient) for index, gradient in gradients.items() if outputs[index].requires_grad]
+        if not pairs or not values:
+            return [output.detach() for output in outputs], []
+        targets, upstream = zip(*pairs, strict=True)
+        found = torch.autograd.grad(targets, values, upstream, allow_unused=True)
+    return [output.detach() for output in outputs], [gradient for gradient in found if gradient is not None]
 
 
 def _needs_gradient(leaf: Any) -> bool:
