@@ -267,7 +267,7 @@ def test_the_budget_is_for_all_layers_together_and_goes_where_it_gains_most() ->
 
 def test_a_gradient_that_is_wrong_beyond_its_noise_keeps_a_layer() -> None:
     noisy = Sensitivity(
-        {path: {"bfloat16": LayerSensitivity(0.0, gradient_error=0.03)} for path in "ab"},
+        {path: {"bfloat16": LayerSensitivity(0.0, gradient_error=0.1)} for path in "ab"},
         loss=1.0,
         gradient_noise={"a": 0.9, "b": 0.28},
     )
@@ -276,7 +276,7 @@ def test_a_gradient_that_is_wrong_beyond_its_noise_keeps_a_layer() -> None:
     )
     assert (plan.compute("a"), plan.compute("b")) == ("bfloat16", "float32")
     assert (
-        "error of 3.00% in its weight gradients; beside their own noise 2.80% is allowed" in plan.rule_for("b").detail
+        "error of 10.00% in its weight gradients; beside their own noise 8.85% is allowed" in plan.rule_for("b").detail
     )
 
 

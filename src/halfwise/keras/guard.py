@@ -65,7 +65,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         guard: True may change precision to heal a run, and says so; `"report"` diagnoses and never changes precision or
             stops; False only skips, with a bounded loss scale.
         tolerance: share of training's own noise that rounding may add under `"auto"`: of the loss's spread over batches
-            for all layers together, of the gradients' for each layer; default a tenth.
+            for all layers together, of the variance of each layer's gradients; default a tenth.
         objective: what `"auto"` saves: `"time"`, `"memory"` (what is kept for the backward pass), or `"balanced"`.
         timing: seconds per layer and format for `"auto"`; default None measures them on this device.
         log: called with each message; default the logger `"halfwise"`.

@@ -52,7 +52,7 @@ def plan(
         loss: what `model.compile` takes as a loss; default the compiled one.
         timing: seconds per layer and format; None measures them here.
         tolerance: share of training's own noise that rounding may add: of the loss's spread over batches for all layers
-            together, of the gradients' from batch to batch for each layer. Default a tenth.
+            together, of the variance of each layer's gradients. Default a tenth.
         objective: what to save: `"time"`, `"memory"` (what is kept for the backward pass), or `"balanced"`.
         target: `"here"`, or other hardware, such as `"cuda:ampere"` (`halfwise.core.targets`). Its times are estimates.
         earlier: a plan that exists: a layer changes only where it gains more than its measurements are spread.

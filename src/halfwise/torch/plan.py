@@ -41,7 +41,7 @@ def plan(
             spread is the noise that rounding is compared with.
         timing: seconds per layer and format; None measures them here.
         tolerance: share of training's own noise that rounding may add: of that spread for all layers together, of the
-            gradients' from batch to batch for each layer. Default a tenth.
+            variance of each layer's gradients. Default a tenth.
         objective: what to save: `"time"`, `"memory"` (what is kept for the backward pass), or `"balanced"`.
         target: `"here"`, or other hardware, such as `"cuda:ampere"` (`halfwise.core.targets`). Its times are estimates.
         earlier: a plan that exists: a layer changes only where it gains more than its measurements are spread.
