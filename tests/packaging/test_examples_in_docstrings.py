@@ -36,6 +36,7 @@ def test_the_public_functions_have_examples() -> None:
             "conversion_account",
             "diagnose",
             "plan",
+            "preflight",
             "profile",
             "to_precision",
             "watch",

@@ -166,3 +166,29 @@ def test_on_a_terminal_there_is_a_bar() -> None:
     assert "going on at step 3, epoch 2 of 12" in text
     assert "4/24" in text
     assert "scale 1024  skipped 1" in text
+
+
+READY = {"verdict": "ready", "sentence": "ready for it"}
+ELSEWHERE = {"target": "cuda:hopper", "compute": "bfloat16", "relative_time": 0.0912}
+
+
+@pytest.mark.parametrize(
+    ("preflight", "change", "said"),
+    [
+        (
+            {"mixed_float16": READY, "mixed_bfloat16": READY},
+            {},
+            "cuda:hopper mixed_float16 and mixed_bfloat16: ready; an estimated 0.09x float32's time, in bfloat16",
+        ),
+        (
+            {"mixed_float16": {"verdict": "hazards", "sentence": "not ready: fc2: inf"}, "mixed_bfloat16": READY},
+            {},
+            "cuda:hopper mixed_bfloat16: ready; not ready: fc2: inf; an estimated",
+        ),
+        ({"mixed_float16": READY}, {"compute": "float32"}, "ready; its plan would stay in float32"),
+    ],
+)
+def test_what_other_hardware_would_do_is_told(preflight: Any, change: dict[str, Any], said: str) -> None:
+    text = shown({**SUMMARY, "elsewhere": {**ELSEWHERE, **change, "preflight": preflight}}, 100)
+    assert said in " ".join(text.split())
+    assert "On a GPU" not in shown({**SUMMARY, "elsewhere": None}, 100)

@@ -40,6 +40,13 @@ def test_scaled_float8_overflows_nowhere_and_uses_its_range(peak: float) -> None
     assert ((found - tensor).abs()[large] <= tensor.abs()[large] * 2.0**-4).all()
 
 
+@pytest.mark.parametrize("peak", [1e-12, 3.0, 1e5])
+def test_scaled_float16_loses_nothing_but_digits(peak: float) -> None:
+    tensor = torch.linspace(-peak, peak, 1001)
+    found = rounded(tensor, "float16", scaled=True)
+    assert ((found - tensor).abs() <= tensor.abs() * 2.0**-11).all()
+
+
 @pytest.mark.parametrize("constant", [0.0, float("inf"), float("nan")])
 def test_scaling_of_what_cannot_be_scaled(constant: float) -> None:
     found = rounded(torch.full((4,), constant), "float8_e5m2", scaled=True)

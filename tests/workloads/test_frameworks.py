@@ -70,6 +70,6 @@ def test_what_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_missing_package_is_named_with_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(MissingDependencyError, match=r"halfwise train --framework keras --backend jax needs .*\[jax\]"):
+    with pytest.raises(MissingDependencyError, match=r"Keras with --backend jax needs .*\[jax\]"):
         choose_backend(keras(backend="jax"))
     assert os.environ["KERAS_BACKEND"] == ""

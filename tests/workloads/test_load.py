@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from halfwise.errors import HalfwiseError, UsageError
 from halfwise.workloads.load import BUILT_IN, load_workload
@@ -69,6 +70,14 @@ def test_the_built_in_ones_train(name: str) -> None:
     assert all(p.grad is not None for p in found.model.parameters())
 
 
+def test_the_seed_decides_weights_and_data() -> None:
+    one, same, other = (load_workload("unet", seed=seed) for seed in (1, 1, 2))
+    assert all(map(torch.equal, one.batches[0], same.batches[0]))
+    assert not torch.equal(one.batches[0][0], other.batches[0][0])
+    assert torch.equal(one.model.last.weight, same.model.last.weight)
+    assert not torch.equal(one.model.last.weight, other.model.last.weight)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -102,6 +111,8 @@ def test_what_the_users_code_raises_is_told_with_its_place(folder: Path, name: s
 def test_options_that_do_not_go_together(folder: Path) -> None:
     with pytest.raises(UsageError, match="goes with built-in workloads"):
         load_workload(f"{folder / 'train_mine.py'}:workload", framework="torch")
+    with pytest.raises(UsageError, match="--seed 3 goes with built-in workloads"):
+        load_workload(f"{folder / 'train_mine.py'}:workload", seed=3)
     with pytest.raises(UsageError, match="belongs to Keras"):
         load_workload("image", backend="jax")
     with pytest.raises(UsageError, match="allowed: 'torch', 'keras'"):

@@ -13,6 +13,8 @@ import typer
 from halfwise import __version__
 from halfwise.cli.doctor import doctor
 from halfwise.cli.explain import explain
+from halfwise.cli.plan import plan
+from halfwise.cli.preflight import preflight
 from halfwise.cli.train import train
 
 __all__ = ["app"]
@@ -46,4 +48,6 @@ def _options(
 # One line per command, in the order in which the help lists them.
 app.command(epilog="Example: halfwise doctor --device cpu --json > doctor.json")(doctor)
 app.add_typer(train, name="train")
+app.command(epilog="Example: halfwise plan train.py:workload --target cuda:ampere -o plan.toml")(plan)
+app.command(epilog="Example: halfwise preflight train.py:workload --target cuda:ampere --check")(preflight)
 app.command(epilog="Example: halfwise explain runs/image-auto-1 conv")(explain)

@@ -49,6 +49,9 @@ def plan(
     backend: Annotated[
         Literal["tensorflow", "jax", "torch"] | None, typer.Option(help="Keras' backend, for a Keras workload.")
     ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of a built-in workload's weights and choice of data. Default: 0.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +85,7 @@ def plan(
     from halfwise.workloads.load import load_workload
 
     with Console(stderr=True).status(f"planning {workload} for {target}"):
-        loaded = load_workload(workload, framework=framework, backend=backend)
+        loaded = load_workload(workload, framework=framework, backend=backend, seed=seed)
         made = _plan(loaded, target=target, objective=objective, tolerance=tolerance, earlier=earlier)  # type: ignore[arg-type]
     if output is not None:
         made.save(output)

@@ -117,6 +117,8 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
     yield "Training", f"{length}, {seconds_text(summary['seconds'])}; {what}"
     yield "Precision", _precision(summary)
     yield "Step time", _step_time(summary)
+    if summary.get("elsewhere") is not None:
+        yield "On a GPU", _elsewhere(summary["elsewhere"])
     yield "Skipped steps", _skipped(summary)
     incidents = [Incident.from_dict(fields) for fields in summary["incidents"]]
     if not incidents:
@@ -125,6 +127,20 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
         yield "Incidents" if index == 0 else "", Text(incident_text(incident), style="yellow")
     if len(incidents) > _MOST_INCIDENTS:
         yield "", f"and {len(incidents) - _MOST_INCIDENTS} more, in events.jsonl"
+
+
+def _elsewhere(found: Mapping[str, Any]) -> Text:
+    """What a preflight and an estimate say of other hardware."""
+    ready = [policy for policy, verdict in found["preflight"].items() if verdict["verdict"] == "ready"]
+    text = Text(f"{found['target']} ")
+    if ready:
+        text.append(f"{' and '.join(ready)}: ready", style="green")
+    for policy, verdict in found["preflight"].items():
+        if policy not in ready:
+            text.append(f"{'; ' if ready else ''}{verdict['sentence']}", style="yellow")
+    if found["compute"] == "float32":
+        return text.append("; its plan would stay in float32")
+    return text.append(f"; an estimated {ratio_text(found['relative_time'])} float32's time, in {found['compute']}")
 
 
 def _framework(summary: Mapping[str, Any]) -> str:

@@ -7,10 +7,11 @@
         result = mp.step(lambda: criterion(model(x), y), clip_grad_norm=1.0)
 
     hw.watch(model, optimizer, scaler=scaler)  # or only look at a loop that exists
+    hw.preflight(model, closure, target="cuda:ampere")  # or find out before a GPU is rented
 
 Files: `mixed_precision.py` is the front door and `engine.py` the machinery behind it; `healing.py`,
 `localise.py` and `demote.py` are the guard's hands; `evidence.py`, `profile.py` and `measure.py` feed the
-planner; `apply.py` carries plans out.
+planner; `apply.py` carries plans out; `preflight.py` foretells, by `preflighting/`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from halfwise.torch.diagnose import diagnose
 from halfwise.torch.histogram import exponent_histogram
 from halfwise.torch.mixed_precision import MixedPrecision
 from halfwise.torch.plan import plan
+from halfwise.torch.preflight import preflight
 from halfwise.torch.profile import profile
 from halfwise.torch.result import StepResult
 from halfwise.torch.watch import Watch, watch
@@ -51,6 +53,7 @@ __all__ = [
     "diagnose",
     "exponent_histogram",
     "plan",
+    "preflight",
     "profile",
     "to_precision",
     "watch",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -14,6 +13,7 @@ from halfwise.errors import PolicyError, UsageError
 from halfwise.torch.closure import Closure, as_closures
 from halfwise.torch.localise import localise
 from halfwise.torch.region import device_type_of, region
+from halfwise.torch.snapshot import modes_kept
 from halfwise.torch.tracing.dead import silent_overflow
 
 __all__ = ["diagnose"]
@@ -77,7 +77,7 @@ def diagnose(
     if not (is_number and math.isfinite(loss_scale) and loss_scale > 0):
         raise UsageError(f"diagnose(loss_scale={loss_scale!r}): it must be a finite number above 0, such as 65536.0")
     device_type = device_type_of(model)
-    with _modes_kept(model):
+    with modes_kept(model):
         found = localise(
             model,
             closures,
@@ -98,14 +98,3 @@ def diagnose(
                 half_format=half_format,
             )
     return silent or Diagnosis("healthy")
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts every module back into training or evaluation mode, should the closure change it."""
-    kept = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in kept:
-            module.training = training

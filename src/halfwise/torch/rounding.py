@@ -32,7 +32,7 @@ def rounded(tensor: Tensor, format_name: str, *, scaled: bool = False) -> Tensor
         tensor: floating; what is not float32 is rounded by way of float32.
         format_name: a name in `halfwise.FORMATS`.
         scaled: brings the largest magnitude to the format's largest value before, and divides by the same power of two
-            after: float8's per-tensor scaling (arXiv 2209.05433).
+            after: float8's per-tensor scaling (arXiv 2209.05433), or what a loss scale does.
 
     Raises:
         PolicyError: there is no such format.
@@ -48,11 +48,11 @@ def rounded(tensor: Tensor, format_name: str, *, scaled: bool = False) -> Tensor
         return values.to(tensor.dtype)
     if format_name == "tensorfloat32":
         return _without_low_bits(values, 23 - limits.mantissa_bits).to(tensor.dtype)
-    if not format_name.startswith("float8"):
-        return values.to(_DTYPES[format_name]).to(tensor.dtype)
     scale = _power_of_two_to_fit(values, limits.largest) if scaled else None
     scaled_values = values if scale is None else values * scale
     cast = scaled_values.to(_DTYPES[format_name]).float()
+    if not format_name.startswith("float8"):
+        return (cast if scale is None else cast / scale).to(tensor.dtype)
     ulp = limits.eps * 2.0 ** math.floor(math.log2(limits.largest))
     bound = limits.largest + ulp / 2.0
     tie_goes_up = limits.largest / ulp % 2.0 == 1.0

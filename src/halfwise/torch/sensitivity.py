@@ -82,7 +82,7 @@ class SensitivityProbe:
         ...     loss = model(torch.full((8, 4), 1.001)).square().mean()
         ...     loss.backward()
         >>> probe.record_gradients()
-        >>> probe.keep(float(loss))
+        >>> probe.keep(loss.item())
         >>> probe.sensitivity.get("0", "bfloat16").score > 0.0
         True
     """

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from halfwise.torch.generators import RandomState
 from halfwise.torch.names import is_compiled
 
-__all__ = ["BufferCopies", "RandomState", "devices_of", "gradients_set_aside", "rehearsal"]
+__all__ = ["BufferCopies", "RandomState", "devices_of", "gradients_set_aside", "modes_kept", "rehearsal"]
 
 _LARGE = 1024  # elements from which on a copy costs more than finding out that none is needed
 
@@ -166,6 +166,17 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts every module back into training or evaluation mode, should the closure change it."""
+    kept = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in kept:
+            module.training = training
 
 
 @contextmanager

@@ -26,7 +26,9 @@ BUILT_IN = ("image", "text", "convnet", "encoder", "decoder", "lstm", "recommend
 _FORM = "give a built-in name, path/to/file.py:function, or package.module:function"
 
 
-def load_workload(name: str, *, framework: str | None = None, backend: str | None = None) -> Workload:
+def load_workload(
+    name: str, *, framework: str | None = None, backend: str | None = None, seed: int | None = None
+) -> Workload:
     """The workload called `name`.
 
     Args:
@@ -36,6 +38,7 @@ def load_workload(name: str, *, framework: str | None = None, backend: str | Non
         framework: `"torch"` or `"keras"`, for a built-in workload; default `"torch"`.
         backend: Keras' backend: `"tensorflow"`, `"jax"` or `"torch"`. It is set before anything imports Keras. Default:
             that of `KERAS_BACKEND`, else the first one that is installed.
+        seed: of a built-in workload's weights and choice of data; default 0.
 
     Raises:
         UsageError: there is no such workload, or the function returns something else.
@@ -48,11 +51,13 @@ def load_workload(name: str, *, framework: str | None = None, backend: str | Non
     """
     where, colon, function = name.rpartition(":")
     if not colon:
-        return _built_in(name, framework or "torch", backend)
+        return _built_in(name, framework or "torch", backend, seed or 0)
     if framework is not None:
         raise UsageError(
             f"--framework {framework!r} goes with built-in workloads; {name!r} brings its model, which tells"
         )
+    if seed is not None:
+        raise UsageError(f"--seed {seed} goes with built-in workloads; set one in {name!r} itself")
     if backend is not None:
         use_backend(backend)
     with _loaded(where, name) as module:
@@ -65,7 +70,7 @@ def load_workload(name: str, *, framework: str | None = None, backend: str | Non
     return made
 
 
-def _built_in(name: str, framework: str, backend: str | None) -> Workload:
+def _built_in(name: str, framework: str, backend: str | None, seed: int) -> Workload:
     if name not in BUILT_IN:
         raise UsageError(f"no workload {name!r}; built in are {', '.join(BUILT_IN)}; or {_FORM}")
     if framework not in ("torch", "keras"):
@@ -76,7 +81,7 @@ def _built_in(name: str, framework: str, backend: str | None) -> Workload:
         raise UsageError(f"--backend {backend!r} belongs to Keras. Add --framework keras, or leave --backend out.")
     home = f"halfwise.workloads.{framework}.kinds"
     module = importlib.import_module(f"{home}.trained" if name in ("image", "text") else f"{home}.{name}")
-    made: Workload = module.workload(name) if name in ("image", "text") else module.workload()
+    made: Workload = module.workload(name, seed) if name in ("image", "text") else module.workload(seed)
     return made
 
 

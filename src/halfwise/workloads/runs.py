@@ -22,6 +22,9 @@ from halfwise.workloads.training import Training, View
 __all__ = ["finish", "new_run", "resumed_run"]
 
 
+_ELSEWHERE = "cuda:hopper"  # a current GPU; a trial on a laptop shall show more than "float32"
+
+
 def new_run(settings: Settings, directory: Path | None, view: View) -> tuple[Training, RunRecord]:
     """A training and its fresh record. Nothing is written before everything has been checked.
 
@@ -127,6 +130,7 @@ def finish(training: Training, record: RunRecord, results: Mapping[str, Any]) ->
         "skipped_steps": precision.skipped_steps,
         "incidents": [incident.as_dict() for incident in record.events()],
         "plan": None if plan is None else _described(plan),
+        "elsewhere": training.elsewhere(_ELSEWHERE),
     }
     record.write_summary(summary)
     return summary

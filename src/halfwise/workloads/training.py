@@ -143,6 +143,10 @@ class Training(ABC):
         Both return when the device has finished.
         """
 
+    @abstractmethod
+    def elsewhere(self, target: str) -> dict[str, Any] | None:
+        """What the trained model would get on other hardware: see `describe_elsewhere`; None where nobody can tell."""
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """The order of the training data: the seed and the epoch's number decide it, nothing else."""
         return np.random.default_rng((self.settings.seed, epoch)).permutation(len(self.data.train[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from halfwise.torch.emulation import lists
 
@@ -27,3 +28,10 @@ def test_drift_is_told(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], 
     table = {name: kind for name, kind in {**lists.CATEGORIES, **change}.items() if kind is not None}
     monkeypatch.setattr(lists, "CATEGORIES", table)
     assert any(message in sentence for sentence in lists.drift())
+
+
+def test_operations_on_no_list_exist_and_have_no_kernel_of_cudas() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    for name in (*lists.RECURRENT, *lists.CARELESS):
+        assert f"aten::{name}" in names
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["CATEGORIES", "RECURRENT", "Category", "drift", "header_lists"]
+__all__ = ["CARELESS", "CATEGORIES", "RECURRENT", "Category", "drift", "header_lists"]
 
 Category = Literal["lower_precision", "float32", "float32_set_opt_dtype", "float32_append_dtype", "widest", "refused"]
 """What happens to an operation's floating arguments, or, for those with `dtype`, to its result."""
@@ -53,8 +53,25 @@ CATEGORIES: Mapping[str, Category] = MappingProxyType(
 )
 """Operation, with its overload's name where that is not the default one -> what CUDA's autocast does with it."""
 
-RECURRENT = ("gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input")
+RECURRENT = tuple(f"{name}.{kind}" for name in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input"))
 """Operations that stand on no list: on CUDA cuDNN's kernel inside them casts to the lower precision."""
+
+CARELESS = (
+    "adaptive_avg_pool3d",
+    "avg_pool3d",
+    "batch_norm",
+    "col2im",
+    "im2col",
+    "instance_norm",
+    "logit",
+    "polygamma",
+    "round.decimals",
+    "rrelu",
+)
+"""Operations on no list that a CPU lacks in half precision, or sums up in it where CUDA's kernel keeps float32 inside.
+
+Found by comparing PyTorch's own table of operations, and larger sums, with float32 rounded to half.
+"""
 
 _OUTSIDE_OF_THE_HEADER = frozenset({"cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy"})
 

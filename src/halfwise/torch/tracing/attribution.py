@@ -28,7 +28,7 @@ from torch import nn
 from halfwise.core.diagnosis import Direction
 from halfwise.torch.names import named_layers
 
-__all__ = ["NOWHERE", "Attribution", "Place"]
+__all__ = ["NOWHERE", "Attribution", "Place", "is_users"]
 
 
 class Place(NamedTuple):
@@ -104,7 +104,7 @@ class Attribution:
             code = frame.f_code
             if code is _ENGINE:
                 break
-            if not source and _is_users(code.co_filename):
+            if not source and is_users(code.co_filename):
                 source = f"{code.co_filename}:{frame.f_lineno}"
                 if owner is not None:
                     break
@@ -119,7 +119,8 @@ class Attribution:
         return Place(path, name, source.rpartition(os.sep)[2])
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether code in this file is the user's: neither torch's nor the adapter's nor Python's own."""
     known = _IS_USERS.get(filename)
     if known is None:
         known = not (filename.startswith(_NOT_THE_USERS) or filename in _NEITHER or filename.startswith("<frozen"))

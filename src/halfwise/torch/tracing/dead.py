@@ -21,7 +21,7 @@ from halfwise.torch.tracing.replay import replay
 from halfwise.torch.tracing.slicing import Origins, origins
 from halfwise.torch.tracing.trace import Trace
 
-__all__ = ["silent_overflow"]
+__all__ = ["silent_overflow", "silent_overflow_between"]
 
 _HALF = ("float16", "bfloat16")
 _FACTOR = 2.0  # largest values further apart than this are different, whatever rounding does
@@ -37,11 +37,16 @@ def silent_overflow(
     """The diagnosis of a sound step in which an overflow made values finite and wrong; None where there is none."""
     trace = replay(model, closures, half, 1.0, traced=True).trace
     assert trace is not None
-    healed = _healed(trace)
-    if not healed:
+    if not _healed(trace):
         return None
     reference = replay(model, closures, full, 1.0, traced=True).trace
     assert reference is not None
+    return silent_overflow_between(trace, reference, half_format=half_format, device_type=device_type_of(model))
+
+
+def silent_overflow_between(trace: Trace, reference: Trace, *, half_format: str, device_type: str) -> Diagnosis | None:
+    """The same, from traces that exist: one in half precision and one in float32."""
+    healed = _healed(trace)
     theirs = _by_place(reference)
     ours = {record.index: where for where, record in _by_place(trace).items()}
 
@@ -63,7 +68,7 @@ def silent_overflow(
         f"loss and gradients are finite, but {first.operation}{at} turned an infinity into values up to "
         f"{first.largest:.3g}; in float32 they reach {theirs[ours[first.index]].largest:.3g}"
     )
-    return precision_verdict(trace, found, what, half_format, device_type_of(model), 1.0)
+    return precision_verdict(trace, found, what, half_format, device_type, 1.0)
 
 
 def _overflowed(record: Record) -> bool:

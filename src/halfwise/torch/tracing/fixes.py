@@ -23,6 +23,7 @@ __all__ = [
     "fixes_for_precision",
     "fixes_for_scale",
     "is_for_want_of_precision",
+    "lost_epsilon",
     "smallest_epsilon",
 ]
 
@@ -83,7 +84,7 @@ def is_for_want_of_precision(trace: Trace, record: Record) -> bool:
 
     A NaN or a division by zero from sound inputs is the same in every precision.
     """
-    if _lost_epsilon(trace, record) is not None:
+    if lost_epsilon(trace, record) is not None:
         return True
     if record.dtype not in _HALF:
         return False
@@ -159,7 +160,7 @@ def fixes_for_float32(found: Origins) -> list[str]:
 
 def _smaller_cures(trace: Trace, record: Record) -> list[str]:
     """Cures that are smaller than float32, for causes that can be seen."""
-    epsilon = _lost_epsilon(trace, record)
+    epsilon = lost_epsilon(trace, record)
     if epsilon is not None:
         smallest = smallest_epsilon(_differentiated(record), epsilon.dtype)
         why = "rounds to 0" if epsilon.rounded == 0.0 else "is too small"
@@ -174,7 +175,7 @@ def _smaller_cures(trace: Trace, record: Record) -> list[str]:
     return []
 
 
-def _lost_epsilon(trace: Trace, record: Record) -> Epsilon | None:
+def lost_epsilon(trace: Trace, record: Record) -> Epsilon | None:
     """An epsilon in half that is too small to protect the operation."""
     if not divides(record):
         return None

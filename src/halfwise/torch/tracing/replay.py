@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +61,20 @@ class Replay:
         return "gradients are not finite"
 
 
-def replay(model: nn.Module, closures: Sequence[Closure], region: Region, scale: float, *, traced: bool) -> Replay:
+def replay(
+    model: nn.Module,
+    closures: Sequence[Closure],
+    region: Region,
+    scale: float,
+    *,
+    traced: bool,
+    make_trace: Callable[[nn.Module], Trace] = Trace,
+) -> Replay:
     """Runs forward and backward of `closures` in `region` at loss scale `scale`; stops where a loss is not finite.
 
     Gradients, buffers and random generators are put back afterwards.
     """
-    trace = Trace(model) if traced else None
+    trace = make_trace(model) if traced else None
     if traced:
         torch.clear_autocast_cache()  # a cast made before the trace would hide the weight that it was made from
     with ExitStack() as stack:

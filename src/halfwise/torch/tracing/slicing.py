@@ -164,7 +164,8 @@ def scale_limit(trace: Trace, seeds: Iterable[int], scale: float) -> ScaleLimit:
         if not grows[record.index] or record.largest == 0.0 or not record.finite:
             continue
         room = torch.finfo(getattr(torch, record.dtype)).max / record.largest
-        largest = min(largest, 2.0 ** math.floor(math.log2(room))) if room > 0 else largest
+        if 0.0 < room < largest:  # it is infinite beside a gradient that hardly is one
+            largest = 2.0 ** math.floor(math.log2(room))
         over[record.index] = record.largest * scale > torch.finfo(getattr(torch, record.dtype)).max
         if over[record.index] and not any(over[p] for p in parents):
             first.append(record)

@@ -89,6 +89,10 @@ class KerasTraining(Training):
             "modules": {path: type(layer).__name__ for path, layer in hw.named_layers(self.model).items()},
         }
 
+    def elsewhere(self, target: str) -> dict[str, Any] | None:  # noqa: ARG002
+        """None: looking takes longer than the training itself where Keras compiles; `halfwise preflight` tells."""
+        return None
+
     def steps_to_compare(self) -> tuple[Step, Step]:
         """A step of `hw.step` under the plan in force, and of Keras in float32, each on its own copy of the model."""
         planned, plain = self._copy(self.guard.plan or self._wanted), self._copy("float32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import halfwise.torch as hw
 from halfwise.torch.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, tidy_checkpoint
 from halfwise.torch.names import named_layers
 from halfwise.workloads.datasets import Dataset
+from halfwise.workloads.elsewhere import PREFLIGHTS, describe_elsewhere
 from halfwise.workloads.environment import describe_environment
 from halfwise.workloads.session import Session
 from halfwise.workloads.settings import Settings
@@ -26,6 +28,7 @@ from halfwise.workloads.training import Step, Training, View, wants_one_thread
 __all__ = ["TorchTraining"]
 
 _EVALUATION_BATCH = 500
+_ELSEWHERE_BATCHES = 3
 
 
 class TorchTraining(Training):
@@ -139,6 +142,16 @@ class TorchTraining(Training):
 
         return plan_step, float32_step
 
+    def elsewhere(self, target: str) -> dict[str, Any] | None:
+        """What a plan and preflights say; None on a GPU, where the rules of another cannot be followed."""
+        if self.device.type != "cpu":
+            return None
+        model = self._fresh_copy()
+        batches = list(islice(self.batches(0), _ELSEWHERE_BATCHES))
+        closures = [partial(_loss, model, inputs, labels) for inputs, labels in batches]
+        verdicts = {policy: hw.preflight(model, closures, policy=policy, target=target) for policy in PREFLIGHTS}
+        return describe_elsewhere(target, hw.plan(model, closures, target=target), verdicts)
+
     def _loss_and_logits(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(inputs)
         return cross_entropy(logits, labels), logits
@@ -152,6 +165,10 @@ class TorchTraining(Training):
             model = build_network(self.settings.network, self.data)
         model.load_state_dict(self.model.state_dict())
         return model.to(self.device)
+
+
+def _loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(model(inputs), labels)
 
 
 def _finish(tensor: Tensor) -> None:

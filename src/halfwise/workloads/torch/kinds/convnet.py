@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from halfwise.core.workload import Workload
-from halfwise.workloads.torch.kinds.data import digit_batches
+from halfwise.workloads.batches import digit_batches
+from halfwise.workloads.torch.kinds.data import tensors
 
 __all__ = ["ConvNet", "workload"]
 
@@ -38,9 +39,8 @@ def workload(seed: int = 0, batch_size: int = 32) -> Workload:
     torch.manual_seed(seed)
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return Workload(
-        model=model, batches=digit_batches(seed, batch_size), loss=_loss, optimizer=optimizer, name="convnet"
-    )
+    batches = tensors(digit_batches(seed, batch_size))
+    return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name="convnet")
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from halfwise.core.workload import Workload
-from halfwise.workloads.torch.kinds.data import passage_batches, vocabulary
+from halfwise.workloads.batches import passage_batches, vocabulary
+from halfwise.workloads.torch.kinds.data import tensors
 
 __all__ = ["Block", "Decoder", "workload"]
 
@@ -61,7 +62,7 @@ def workload(seed: int = 0, batch_size: int = 8) -> Workload:
     """The network with passages."""
     torch.manual_seed(seed)
     model = Decoder(vocabulary())
-    batches = passage_batches(seed, batch_size, _WORDS + 1)
+    batches = tensors(passage_batches(seed, batch_size, _WORDS + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name="decoder")
 

@@ -10,7 +10,8 @@ from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits, leaky_relu
 
 from halfwise.core.workload import Workload
-from halfwise.workloads.torch.kinds.data import digit_batches
+from halfwise.workloads.batches import digit_batches
+from halfwise.workloads.torch.kinds.data import tensors
 
 __all__ = ["Discriminator", "Gan", "Generator", "workload"]
 
@@ -76,7 +77,8 @@ def workload(seed: int = 0, batch_size: int = 32) -> Workload:
     model = Gan()
     generator = torch.Generator().manual_seed(seed)
     batches = [
-        (images, torch.randn(batch_size, 32, generator=generator)) for images, _ in digit_batches(seed, batch_size)
+        (images, torch.randn(batch_size, 32, generator=generator))
+        for images, _ in tensors(digit_batches(seed, batch_size))
     ]
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999))
     return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name="gan")

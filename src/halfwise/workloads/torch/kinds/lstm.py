@@ -1,4 +1,4 @@
-"""Stacked LSTMs that tell which president spoke a passage: 14 layers."""
+"""Stacked LSTMs that tell whether a president spoke before 1920 or since: 14 layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from halfwise.core.workload import Workload
-from halfwise.workloads.torch.kinds.data import passage_batches, vocabulary
+from halfwise.workloads.batches import passage_batches, vocabulary
+from halfwise.workloads.torch.kinds.data import tensors
 
 __all__ = ["StackedLSTM", "workload"]
 
@@ -37,7 +38,7 @@ class StackedLSTM(nn.Module):
 def workload(seed: int = 0, batch_size: int = 16) -> Workload:
     """The network with passages."""
     torch.manual_seed(seed)
-    batches = passage_batches(seed, batch_size, _WORDS)
+    batches = tensors(passage_batches(seed, batch_size, _WORDS))
     model = StackedLSTM(vocabulary(), classes=1 + max(int(labels.max()) for _, labels in batches))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name="lstm")

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from halfwise.core.workload import Workload
-from halfwise.workloads.torch.kinds.data import BATCHES
+from halfwise.workloads.batches import interaction_batches
+from halfwise.workloads.torch.kinds.data import tensors
 
 __all__ = ["TwoTowers", "workload"]
 
@@ -52,18 +53,10 @@ class TwoTowers(nn.Module):
 
 
 def workload(seed: int = 0, batch_size: int = 512) -> Workload:
-    """The network with interactions that hang together by hidden tastes; few users and items are met often."""
+    """The network with interactions."""
     torch.manual_seed(seed)
     model = TwoTowers()
-    generator = torch.Generator().manual_seed(seed)
-    tastes, traits = torch.randn(20_000, 4, generator=generator), torch.randn(20_000, 4, generator=generator)
-    batches: list[Batch] = []
-    for _ in range(BATCHES):
-        rare = torch.rand(2, batch_size, generator=generator) ** 4
-        user, item = (rare * 20_000).long()
-        category = item % 200
-        taken = (tastes[user] * traits[item]).sum(1) + torch.randn(batch_size, generator=generator) > 0
-        batches.append((user, item, category, taken.float()))
+    batches = tensors(interaction_batches(seed, batch_size))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name="recommender")
 

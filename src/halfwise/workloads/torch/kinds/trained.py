@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from halfwise.core.workload import Workload
+from halfwise.workloads.batches import digit_batches, passage_batches
 from halfwise.workloads.datasets import load_data
 from halfwise.workloads.settings import Settings
-from halfwise.workloads.torch.kinds.data import digit_batches, passage_batches
+from halfwise.workloads.torch.kinds.data import tensors
 from halfwise.workloads.torch.networks import build_network
 
 __all__ = ["workload"]
@@ -24,9 +25,9 @@ def workload(name: str, seed: int = 0) -> Workload:
     data = load_data(name, settings.data)
     model = build_network(settings.network, data)
     size = settings.batch_size
-    batches: Any = digit_batches(seed, size) if name == "image" else passage_batches(seed, size, data.train[0].shape[1])
+    arrays: Any = digit_batches(seed, size) if name == "image" else passage_batches(seed, size, data.train[0].shape[1])
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-    return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name=name)
+    return Workload(model=model, batches=tensors(arrays), loss=_loss, optimizer=optimizer, name=name)
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,10 +6,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, mse_loss, silu
+from torch.nn.functional import avg_pool2d, interpolate, mse_loss, silu
 
 from halfwise.core.workload import Workload
-from halfwise.workloads.torch.kinds.data import digit_batches
+from halfwise.workloads.batches import noisy_batches
+from halfwise.workloads.torch.kinds.data import tensors
 
 __all__ = ["UNet", "workload"]
 
@@ -52,7 +53,7 @@ class UNet(nn.Module):
         angles = time[:, None] * frequencies
         embedded = self.time(torch.cat([angles.sin(), angles.cos()], 1))
         first = self.first(images)
-        x = self.down(interpolate(first, scale_factor=0.5), embedded)
+        x = self.down(avg_pool2d(first, 2), embedded)
         places = x.flatten(2).transpose(1, 2)
         x = x + self.attention(places, places, places, need_weights=False)[0].transpose(1, 2).view_as(x)
         x = self.up(torch.cat([interpolate(x, scale_factor=2.0), first], 1), embedded)
@@ -64,13 +65,7 @@ def workload(seed: int = 0, batch_size: int = 16) -> Workload:
     """The network with digits to which noise was added."""
     torch.manual_seed(seed)
     model = UNet()
-    generator = torch.Generator().manual_seed(seed)
-    batches: list[Batch] = []
-    for images, _ in digit_batches(seed, batch_size):
-        noise = torch.randn(images.shape, generator=generator)
-        time = torch.rand(len(images), generator=generator)
-        kept = torch.cos(time * math.pi / 2)[:, None, None, None]
-        batches.append((kept * images + (1 - kept**2).sqrt() * noise, time, noise))
+    batches = tensors(noisy_batches(seed, batch_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Workload(model=model, batches=batches, loss=_loss, optimizer=optimizer, name="unet")
 

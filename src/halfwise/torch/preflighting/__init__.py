@@ -1,0 +1,1 @@
+"""What a preflight is made of. See README.md in this folder."""

@@ -1,0 +1,115 @@
+"""The cache of weights' casts, compared with autocast's own, which CPU and CUDA share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfwise.torch.emulation import emulated_region, emulation
+
+Region = Callable[[], AbstractContextManager[Any]]
+ONE = torch.ones(1, 1)
+
+
+def native() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.float16)
+
+
+def emulated() -> AbstractContextManager[Any]:
+    return emulated_region("cuda", "float16")
+
+
+def weight() -> Tensor:
+    return torch.ones(1, 1, requires_grad=True)
+
+
+def gradient_of_two_uses(make: Region, operand: Callable[[Tensor], Tensor], *, keep: bool = True) -> float:
+    w = weight()
+    with make(), torch.autocast("cpu", dtype=torch.float16, cache_enabled=keep):
+        loss = (F.linear(ONE, operand(w)).float() + F.linear(ONE, operand(w)).float()) * 4e4
+    loss.backward()
+    assert w.grad is not None
+    return float(w.grad)
+
+
+def used_twice(make: Region) -> float:
+    return gradient_of_two_uses(make, lambda w: w)
+
+
+def used_twice_without_cache(make: Region) -> float:
+    return gradient_of_two_uses(make, lambda w: w, keep=False)
+
+
+def views(make: Region) -> float:
+    return gradient_of_two_uses(make, lambda w: w.t())
+
+
+def changed_within(make: Region) -> tuple[float, float]:
+    w = weight()
+    with make():
+        F.linear(ONE, w)
+        with torch.no_grad():
+            w.mul_(3.0)
+        within = F.linear(ONE, w)
+    with make():
+        return float(within.detach()), float(F.linear(ONE, w).detach())
+
+
+def nested_region_ended(make: Region) -> float:
+    w = weight()
+    with make():
+        with make():
+            F.linear(ONE, w)
+        with torch.no_grad():
+            w.mul_(3.0)
+        return float(F.linear(ONE, w).detach())
+
+
+def without_gradients_first(make: Region) -> tuple[bool, bool]:
+    w = weight()
+    with make():
+        with torch.no_grad():
+            first = F.linear(ONE, w)
+        return first.requires_grad, F.linear(ONE, w).requires_grad
+
+
+CASES: dict[Callable[[Region], Any], Any] = {
+    used_twice: float("inf"),  # 4e4 and 4e4 add up in float16
+    used_twice_without_cache: pytest.approx(8e4, rel=1e-3),
+    views: pytest.approx(8e4, rel=1e-3),
+    changed_within: (1.0, 3.0),
+    nested_region_ended: 1.0,
+    without_gradients_first: (False, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cache_is_as_autocasts_own(case: Callable[[Region], Any]) -> None:
+    assert case(emulated) == case(native) == CASES[case]
+
+
+def test_a_cast_to_another_format_is_a_mistake_that_shows() -> None:
+    for make in (native, emulated):
+        w = weight()
+        with make():
+            F.linear(ONE, w)
+            with (
+                pytest.raises(RuntimeError, match=r"expected .* dtype"),
+                torch.autocast("cpu", dtype=torch.bfloat16),
+            ):
+                F.linear(ONE, w)
+
+
+def test_casts_are_forgotten_between_regions_of_one_emulation() -> None:
+    w = weight()
+    with emulation("float16"):
+        for expected in (1.0, 2.0):
+            with native():
+                assert float(F.linear(ONE, w).detach()) == expected
+            w.data.mul_(2.0)  # which no version counter tells of
