@@ -129,9 +129,12 @@ def test_the_cure_keeps_the_culprit_in_float32_and_is_verified() -> None:
 
 def test_a_plan_in_force_is_what_is_examined_and_stays_in_force() -> None:
     model = Net(overflows=True)
+    full = preflight(model, _closure(model), policy="float32").loss_float32
     with apply(model, Plan.manual({"hot": "bfloat16"}, default="float16")) as applied:
         found = preflight(model, _closure(model))
         assert found.ready
+        assert found.loss_float32 == full  # the plan is not in force in what it is compared with
+        assert found.loss != full
         formats = {row.path: row.formats for row in found.layers}
         assert (formats["stem"], formats["hot"]) == (("float16",), ("bfloat16",))
         assert not applied.never_ran()
@@ -161,6 +164,20 @@ def test_other_policies() -> None:
     found = preflight(model, _closure(model), policy="float8", target="cuda:hopper")
     assert found.ready
     assert found.layers[0].formats[0] == "float8"
+
+
+def test_noise_that_a_model_adds_is_the_same_in_every_precision() -> None:
+    class Noisy(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.stem(x)
+            y: Tensor = self.head(h + torch.randn_like(h))
+            return y
+
+    model = Noisy()
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        found = preflight(model, _closure(model), policy=policy)
+        assert found.ready
+        assert max(row.relative_error or 0.0 for row in found.layers) < 0.05
 
 
 def test_a_model_that_fails_in_float32_too() -> None:

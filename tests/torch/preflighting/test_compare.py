@@ -19,13 +19,13 @@ def _run(model: nn.Module, closure: Callable[[], Any]) -> Run:
     return observe(model, closure, lambda: region("cpu", "float32"), 1.0, layers, traced=False)
 
 
-def _compare(changed: Callable[[torch.Tensor], torch.Tensor], *, cancels: bool = False) -> Comparison:
+def _compare(changed: Callable[[torch.Tensor], torch.Tensor], *, cancels: float = 0.0) -> Comparison:
     torch.manual_seed(0)
     model, x = nn.Linear(8, 4, bias=False), torch.randn(64, 8)
     sign = torch.ones(64, 1)
-    if cancels:  # each sample comes again with the other sign, but for a thousandth
+    if cancels:  # each sample comes again with the other sign, but for this share
         x = torch.cat([x[:32], x[:32]])
-        sign[32:] = -0.999
+        sign[32:] = cancels - 1.0
     reference = _run(model, lambda: (model(x) * sign).square().mean() if not cancels else (model(x) * sign).sum())
     gradients = {key: changed(gradient) for key, gradient in reference.gradients.items()}
     run = Run(0.0, reference.replay, None, None, gradients, reference.layers)
@@ -59,9 +59,14 @@ def test_what_is_not_finite_is_wrong() -> None:
 
 
 def test_a_sum_that_cancels_out_may_be_wrong_by_rounding() -> None:
-    found = _compare(lambda gradient: gradient * -1.0, cancels=True)
+    found = _compare(lambda gradient: gradient * -1.0, cancels=1e-3)
     assert found.relative_error == pytest.approx(2.0, abs=1e-3)
     assert not found.wrong
+
+
+def test_a_gradient_that_is_rounding_itself_may_be_0() -> None:
+    assert _compare(torch.zeros_like, cancels=1e-1).dead
+    assert not _compare(torch.zeros_like, cancels=1e-4).dead
 
 
 def test_squares_of_tiny_gradients_do_not_vanish() -> None:

@@ -40,6 +40,16 @@ def test_the_optimizers_state_counts_and_is_left_alone() -> None:
     assert dead_updates({"fc": layer}, [torch.optim.SGD(layer.parameters(), 1e-4)], gradient) == {"fc": 1.0}
 
 
+def test_moments_that_are_stored_in_half() -> None:
+    layer = _layer(torch.bfloat16)
+    optimizer = torch.optim.Adam(layer.parameters(), 1.0)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert optimizer.state[layer.weight]["exp_avg"].dtype is torch.bfloat16
+    found = dead_updates({"fc": layer}, [optimizer], {id(layer.weight): torch.ones(1, 4)})
+    assert found == {"fc": 0.0}
+
+
 def test_float32_weights_are_not_looked_at() -> None:
     layer = _layer(torch.float32)
     gradient = {id(layer.weight): torch.full((1, 4), 1e-12)}

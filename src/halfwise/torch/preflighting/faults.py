@@ -138,7 +138,7 @@ def lost_digits(run: Run, reference: Run, eps: float) -> list[Hazard]:
         if error < wrong or record.short == "_to_copy" or record.numel == 1:  # a scalar may be near 0 by chance
             continue
         inputs = [errors.get(given.record, 0.0) for given in record.inputs]
-        if inputs:
+        if inputs and error >= _LOSES * max(inputs):
             suspect = suspect_of(trace, record)
             detail = (
                 f"what {record.operation} makes is off by {error:.0%} from float32, "

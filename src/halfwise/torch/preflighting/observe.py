@@ -179,7 +179,9 @@ class _GradientKeeper:
 
     def _keep(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None:
+        if gradient is None:
+            return
+        with _disable_current_modes():
             dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
             self.found[id(parameter)] = dense.detach().to(torch.float32, copy=True) / self._scale
 
