@@ -425,14 +425,14 @@ class _CastScale(torch.autograd.Function):
     """As `_Scale`, and it knows of autocast."""
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]  # a preflight runs on a CPU
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         y = x @ weight
         ctx.save_for_backward(x.to(y.dtype), weight.to(y.dtype))
         return y
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return gradient @ weight.t(), x.t() @ gradient

@@ -27,6 +27,7 @@ def test_public_names() -> None:
         "load_model",
         "named_layers",
         "plan",
+        "preflight",
         "profile",
         "save_model",
         "set_global_policy",

@@ -39,6 +39,7 @@ from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.names import named_layers
 from halfwise.keras.plan import plan
 from halfwise.keras.policy import global_policy, set_global_policy
+from halfwise.keras.preflight import preflight
 from halfwise.keras.profile import profile
 from halfwise.keras.result import StepResult
 from halfwise.keras.save import load_model, save_model
@@ -63,6 +64,7 @@ __all__ = [
     "load_model",
     "named_layers",
     "plan",
+    "preflight",
     "profile",
     "save_model",
     "set_global_policy",

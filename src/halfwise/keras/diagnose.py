@@ -23,7 +23,7 @@ from halfwise.keras.tracing.vanished import vanished_gradients
 from halfwise.keras.training_step import OwnStep
 from halfwise.keras.validate import check_batch
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "diagnose_under", "plan_to_examine"]
 
 _ALLOWED = '"mixed_float16", "mixed_bfloat16", "float32"'
 
@@ -77,13 +77,33 @@ def diagnose(
     data = (x, y, sample_weight)
     step = None if loss is None and model.compiled else OwnStep(model, loss)
     built(model, data, step)
-    plan = _plan(model, half_format)
+    scale = loss_scale if half_format == "float16" else 1.0
+    return diagnose_under(
+        plan_to_examine(model, half_format), model, data, half_format=half_format, loss_scale=scale, step=step
+    )
+
+
+def diagnose_under(
+    plan: Plan,
+    model: keras.Model,
+    data: tuple[Any, ...],
+    *,
+    half_format: str,
+    loss_scale: float,
+    step: Callable[..., Any] | None,
+) -> Diagnosis:
+    """Whether one step of the built model on `data` would fail under `plan`; see `diagnose`.
+
+    Args:
+        half_format: the plan's format of fewest bits, or `"float32"`.
+        step: the training step; None for the compiled model's own.
+    """
     found = localise(
         model,
         data,
         plan=plan,
         apply_plan=lambda other: AppliedPlan(model, other, settle=False),
-        loss_scale=loss_scale if half_format == "float16" else 1.0,
+        loss_scale=loss_scale,
         half_format=half_format,
         step=step,
     )
@@ -110,7 +130,8 @@ def _finite_and_wrong(
         return vanished_gradients(model, data, half_heads(model, plan), half_format=half_format, step=step)
 
 
-def _plan(model: keras.Model, half_format: str) -> Plan:
+def plan_to_examine(model: keras.Model, half_format: str) -> Plan:
+    """What the layers' own policies say, where some compute in the format already; else the format everywhere."""
     standing = plan_of_policies(model)
     in_use = half_format != "float32" and standing.uses(half_format)
     return standing if in_use else Plan.manual(default=half_format, framework="keras")

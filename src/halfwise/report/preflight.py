@@ -58,7 +58,7 @@ def _summary(found: Preflight) -> list[tuple[str, RenderableType]]:
         model = model.replace("batchs", "batches")
     rows: list[tuple[str, RenderableType]] = [("Model", model), ("Loss", _loss(found))]
     if found.loss_scale is not None:
-        rows.append(("Loss scale", _loss_scale(found.loss_scale)))
+        rows.append(("Loss scale", _loss_scale(found.loss_scale, found.framework)))
     return rows
 
 
@@ -75,11 +75,12 @@ def _loss(found: Preflight) -> str:
     return f"{full}, {found.loss:.5g} under {found.policy}{apart}"
 
 
-def _loss_scale(scale: LossScaleRange) -> str:
+def _loss_scale(scale: LossScaleRange, framework: str) -> str:
     if scale.used > scale.largest:
         return f"{scale.used:,.0f} overflows; the largest that fits these batches is {scale.largest:,.0f}"
     text = f"start at {scale.highest:,.0f}; from {scale.lowest:,.0f} to {scale.largest:,.0f} fits these batches"
-    return text if scale.largest >= 65536.0 else f"{text} (GradScaler starts at 65,536 and comes down)"
+    name, first = ("GradScaler", 65536.0) if framework == "torch" else ("Keras' optimizer", 32768.0)
+    return text if scale.largest >= first else f"{text} ({name} starts at {first:,.0f} and comes down)"
 
 
 def _alike(hazards: Iterable[Hazard]) -> list[list[Hazard]]:
@@ -192,7 +193,7 @@ def _what_to_do(found: Preflight, command: str) -> list[tuple[str, RenderableTyp
         if found.alternative:
             rows.append(("Or", plain(f'policy="{found.alternative}": tried here on the same batches, no hazard')))
     elif found.plan is not None and found.loss_scale is not None:
-        rows.append(("Do", Text(f"torch.amp.GradScaler(init_scale={found.loss_scale.highest:.1f})", style="cyan")))
+        rows.append(("Do", Text(_with_loss_scale(found.framework, found.loss_scale.highest), style="cyan")))
     rows += [("Note" if index == 0 else "", note) for index, note in enumerate(found.notes)]
     return rows
 
@@ -216,3 +217,10 @@ def _cure(found: Preflight, command: str) -> list[tuple[str, RenderableType]]:
         how = f"{command} -o plan.toml" if command else "hw.MixedPrecision(model, optimizer, found.plan)"
         rows.append(("", Text(how, style="cyan")))
     return rows
+
+
+def _with_loss_scale(framework: str, scale: float) -> str:
+    """The line that trains with this loss scale."""
+    if framework == "torch":
+        return f"torch.amp.GradScaler(init_scale={scale:.1f})"
+    return f"hw.LossScaleOptimizer(optimizer, initial_scale={scale:.1f})"

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfwise.torch.emulation import emulated_region, emulation
+from halfwise.torch.emulation.casts import eligible
+from halfwise.torch.emulation.installation import _installation
 
 Region = Callable[[], AbstractContextManager[Any]]
 ONE = torch.ones(1, 1)
@@ -29,25 +31,25 @@ def weight() -> Tensor:
     return torch.ones(1, 1, requires_grad=True)
 
 
-def gradient_of_two_uses(make: Region, operand: Callable[[Tensor], Tensor], *, keep: bool = True) -> float:
-    w = weight()
+def gradient_of_two_uses(make: Region, w: Tensor, *, keep: bool = True) -> float:
     with make(), torch.autocast("cpu", dtype=torch.float16, cache_enabled=keep):
-        loss = (F.linear(ONE, operand(w)).float() + F.linear(ONE, operand(w)).float()) * 4e4
+        loss = (F.linear(ONE, w).float() + F.linear(ONE, w).float()) * 4e4
     loss.backward()
     assert w.grad is not None
     return float(w.grad)
 
 
 def used_twice(make: Region) -> float:
-    return gradient_of_two_uses(make, lambda w: w)
+    return gradient_of_two_uses(make, weight())
 
 
 def used_twice_without_cache(make: Region) -> float:
-    return gradient_of_two_uses(make, lambda w: w, keep=False)
+    return gradient_of_two_uses(make, weight(), keep=False)
 
 
 def views(make: Region) -> float:
-    return gradient_of_two_uses(make, lambda w: w.t())
+    """A leaf that is a view, such as a slice of a flat buffer of weights."""
+    return gradient_of_two_uses(make, torch.ones(2, 1)[:1].requires_grad_())
 
 
 def changed_within(make: Region) -> tuple[float, float]:
@@ -106,6 +108,12 @@ def test_a_cast_to_another_format_is_a_mistake_that_shows() -> None:
                 F.linear(ONE, w)
 
 
+def test_tensors_of_other_devices_are_not_for_the_cpus_autocast() -> None:
+    assert eligible(ONE)
+    assert not eligible(ONE.to("meta"))
+    assert not eligible(ONE.double())
+
+
 def test_casts_are_forgotten_between_regions_of_one_emulation() -> None:
     w = weight()
     with emulation("float16"):
@@ -113,3 +121,11 @@ def test_casts_are_forgotten_between_regions_of_one_emulation() -> None:
             with native():
                 assert float(F.linear(ONE, w).detach()) == expected
             w.data.mul_(2.0)  # which no version counter tells of
+
+
+def test_no_cast_outlives_the_emulation() -> None:
+    w = weight()
+    with native():
+        with emulated():
+            F.linear(ONE, w)
+        assert not _installation._casts._casts

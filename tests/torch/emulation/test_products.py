@@ -88,19 +88,20 @@ def test_tensorfloat32_rounds_the_gradient_that_enters_a_product() -> None:
 
 def test_float8_rounds_both_operands_of_a_layer_and_the_gradient() -> None:
     x, w = random(8, 16), random(4, 16)
-    leaf_x, leaf_w, bias = x.clone().requires_grad_(), w.clone().requires_grad_(), torch.full((4,), 1.0 + A_BIT)
+    leaf_x, leaf_w, bias = x.clone().requires_grad_(), w.clone().requires_grad_(), torch.full((4,), 1.0625 + A_BIT)
     with emulated_region("cuda", "float8"):
-        y = F.linear(leaf_x, leaf_w, bias)
-    e4m3 = [rounded(t, "float8_e4m3fn", scaled=True) for t in (x.bfloat16().float(), w)]
-    e4m3_of_leaf_x = rounded(x, "float8_e4m3fn", scaled=True)
-    expected = F.linear(e4m3_of_leaf_x, e4m3[1], torch.ones(4)).bfloat16()
-    assert torch.equal(y, expected)
+        y = F.linear(leaf_x * 1.0, leaf_w, bias)
+    e4m3_x = rounded(x.bfloat16().float(), "float8_e4m3fn", scaled=True)
+    e4m3_w = rounded(w, "float8_e4m3fn", scaled=True)
+    assert torch.equal(y, F.linear(e4m3_x, e4m3_w, torch.full((4,), 1.0625)).bfloat16())
     gradient = random(8, 4).bfloat16()
-    y.backward(gradient)
     e5m2 = rounded(gradient.float(), "float8_e5m2", scaled=True)
-    assert leaf_w.grad is not None
-    torch.testing.assert_close(leaf_w.grad, e5m2.T @ e4m3_of_leaf_x)
     assert not torch.equal(e5m2, gradient.float())
+    y.backward(gradient)
+    assert leaf_w.grad is not None
+    assert leaf_x.grad is not None
+    torch.testing.assert_close(leaf_w.grad, e5m2.T @ e4m3_x)
+    torch.testing.assert_close(leaf_x.grad, (e5m2 @ e4m3_w).bfloat16().float())
 
 
 def test_float8_is_for_layers_and_the_rest_is_bfloat16() -> None:

@@ -60,6 +60,8 @@ def test_regions_for_cuda_are_regions_here() -> None:
         with torch.autocast("cuda"):
             assert (X @ X).dtype is torch.bfloat16
         assert (X @ X).dtype is torch.bfloat16
+    with emulated_region("cuda", "tensorfloat32"), torch.autocast("cuda"):
+        assert (X @ X).dtype is torch.float16
 
 
 def test_custom_functions_for_cuda() -> None:
@@ -73,7 +75,8 @@ def test_custom_functions_for_cuda() -> None:
 
 
 def test_modules_that_ask_whether_autocast_is_on_get_cudas_answer() -> None:
-    before = torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")
+    before = (False, torch.float16)
+    assert (torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")) == before
     for compute, expected in (("bfloat16", True), ("float32", False), ("tensorfloat32", False)):
         with emulated_region("cuda", compute):
             assert torch.is_autocast_enabled() is expected

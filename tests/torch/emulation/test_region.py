@@ -138,11 +138,23 @@ def test_regions_nest() -> None:
             assert (x @ x).dtype is FULL
         with emulated_region("cuda", "float32"):
             assert (x @ x).dtype is FULL
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert (x @ x).dtype is torch.bfloat16
+            with torch.autocast("cpu"):
+                assert (x @ x).dtype is torch.float16
         with emulated_region("tpu", "bfloat16"):
             assert (x @ x).dtype is torch.bfloat16
         assert x.half().softmax(0).dtype is FULL
+
+
+def test_recurrent_layers_cast_their_weights_for_each_use() -> None:
+    """As cuDNN's kernel does: gradients of two uses add up in float32."""
+    layer = nn.RNN(1, 1, nonlinearity="relu", bias=False)
+    weight = dict(layer.named_parameters())["weight_ih_l0"]
+    nn.init.ones_(weight)
+    with emulated_region("cuda", "float16"):
+        first, second = (layer(torch.ones(1, 1, 1))[0].float().sum() * 4e4 for _ in range(2))
+    (first + second).backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == pytest.approx(8e4, rel=1e-3)
 
 
 def test_a_region_in_float32_changes_nothing() -> None:

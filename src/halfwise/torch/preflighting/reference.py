@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import nn
 
 from halfwise.core.hazards import Hazard
-from halfwise.core.profile import Profile, Role
+from halfwise.core.profile import Profile
 from halfwise.torch.closure import Closure
 from halfwise.torch.histogram import exponent_histogram
 from halfwise.torch.preflighting.faults import in_float32_too
@@ -49,9 +48,9 @@ class Reference:
 def reference_of(model: nn.Module, closures: tuple[Closure, ...], setting: Setting) -> Reference:
     """Runs each closure in float32, no plan in force."""
     layers = profiled_layers(model)
-    recorder = _UntracedRecorder(model)
+    recorder = Recorder(model)
     runs: list[Run] = []
-    if True:
+    with without_plan(model):
         for closure in closures:
             with recorder.recording():
                 run = observe(model, _with_raised_weights(model, closure), setting.full, 1.0, layers, traced=True)
@@ -71,14 +70,6 @@ def reference_of(model: nn.Module, closures: tuple[Closure, ...], setting: Setti
             recorder.keep()
             runs.append(run)
     return Reference(layers, recorder.profile, tuple(runs))
-
-
-class _UntracedRecorder(Recorder):
-    """Counts what it sees as no part of what is being traced."""
-
-    def _add(self, path: str, role: Role, tensor: Tensor) -> None:
-        with _disable_current_modes():
-            super()._add(path, role, tensor)
 
 
 def _with_raised_weights(model: nn.Module, closure: Closure) -> Closure:

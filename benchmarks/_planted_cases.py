@@ -1,0 +1,75 @@
+"""Twenty planted cases: a healthy model of each kind, in one named layer of which something is wrong for half precision.
+
+What is planted leaves the function in float32 as it was, or nearly: what is scaled up before or in the layer is scaled
+down behind it. Which formats the layer must not compute in follows from the trouble: with enough exponents for it
+(bfloat16), overflow and underflow are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BARRED", "CASES", "FORMATS", "Case", "Trouble"]
+
+Trouble = Literal[
+    "overflow", "tiny gradients", "outlier channels", "hand-written norm", "large logits", "large positions"
+]
+
+FORMATS = ("float16", "bfloat16")
+
+BARRED: Mapping[Trouble, frozenset[str]] = {
+    "overflow": frozenset({"float16"}),
+    "tiny gradients": frozenset({"float16"}),
+    "hand-written norm": frozenset({"float16"}),
+    "outlier channels": frozenset({"float16", "bfloat16"}),
+    "large logits": frozenset({"float16", "bfloat16"}),
+    "large positions": frozenset({"float16", "bfloat16"}),
+}
+"""What the layer that has the trouble must not compute in."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something wrong in one layer.
+
+    Attributes:
+        kind: of the model: a name in `halfwise.workloads.load.BUILT_IN`.
+        trouble: what is planted.
+        torch, keras: the layer's path in the healthy models of the two frameworks.
+    """
+
+    kind: str
+    trouble: Trouble
+    torch: str
+    keras: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.kind}: {self.trouble} at {self.torch}"
+
+
+CASES = (
+    Case("convnet", "overflow", "convs.3", "conv4"),
+    Case("convnet", "tiny gradients", "convs.0", "conv1"),
+    Case("convnet", "outlier channels", "norms.5", "norm6"),
+    Case("convnet", "large logits", "head", "head"),
+    Case("encoder", "overflow", "layers.layers.1.linear2", "layer2.fc2"),
+    Case("encoder", "large logits", "layers.layers.2.self_attn", "layer3.attention"),
+    Case("encoder", "outlier channels", "layers.norm", "norm"),
+    Case("encoder", "large positions", "patches", "patches"),
+    Case("decoder", "overflow", "blocks.1.out", "block2.out"),
+    Case("decoder", "tiny gradients", "embedding", "embedding"),
+    Case("decoder", "large positions", "embedding", "embedding"),
+    Case("lstm", "overflow", "dense.2", "dense3"),
+    Case("lstm", "hand-written norm", "norms.1", "norm2"),
+    Case("lstm", "large logits", "head", "head"),
+    Case("recommender", "hand-written norm", "user.norm", "user.norm"),
+    Case("recommender", "outlier channels", "item.dense.1", "item.dense2"),
+    Case("unet", "hand-written norm", "down.norm2", "down.norm2"),
+    Case("unet", "overflow", "up.conv1", "up.conv1"),
+    Case("gan", "outlier channels", "discriminator.hidden", "discriminator.hidden"),
+    Case("gan", "tiny gradients", "generator.dense", "generator.dense"),
+)
