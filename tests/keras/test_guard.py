@@ -328,6 +328,7 @@ class OwnTrainFunctionModel(keras.Sequential):
     """Makes its train function itself, and counts what that is asked for."""
 
     executions = 0
+    train_function: Any
 
     def make_train_function(self, force: bool = False) -> Any:
         super().make_train_function(force=force)

@@ -88,7 +88,7 @@ def test_bad_arguments() -> None:
         (lambda: hw.plan(model, x, y, loss="mse", batch_size=0), "batch_size=0"),
         (lambda: hw.plan(model, x[:0], y[:0], loss="mse"), "is empty"),
         (lambda: hw.plan(model, x, y, loss="mse", timing=TABLE), "does not have"),
-        (lambda: hw.plan(model, x, y, loss="mse", objective="speed"), "objective is 'speed'"),
+        (lambda: hw.plan(model, x, y, loss="mse", objective="speed"), "objective is 'speed'"),  # type: ignore[arg-type]
         (lambda: hw.plan(object(), x, y), r"give a keras\.Model"),
     ]
     for call, message in cases:

@@ -121,12 +121,13 @@ def test_a_target_without_units_is_told() -> None:
 
 def test_bad_arguments() -> None:
     made = model()
-    for call, error, message in (
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: look(made, policy="float8"), PolicyError, "cannot be run in float8"),
         (lambda: look(made, policy="half"), PolicyError, "half"),
         (lambda: look(made, target="cuda:fermi"), PolicyError, "unknown target"),
         (lambda: preflight(made, X, Y[:3]), UsageError, "same number of rows"),
         (lambda: preflight(keras.Sequential([keras.Input((8,)), layers.Dense(4)]), X, Y), UsageError, "needs a loss"),
-    ):
+    ]
+    for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()

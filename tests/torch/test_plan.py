@@ -52,4 +52,4 @@ def test_measured_plans_run_here() -> None:
 def test_options_are_checked() -> None:
     model = network()
     with pytest.raises(PolicyError, match="objective is 'energy'"):
-        hw.plan(model, lambda: model(X).sum(), objective="energy")
+        hw.plan(model, lambda: model(X).sum(), objective="energy")  # type: ignore[arg-type]
