@@ -37,12 +37,17 @@ REFUSED = {
             WIDE.batch,
             {"float16": 0.49, "bfloat16": 0.5},
             ("bfloat16", "faster"),
-            dict.fromkeys(SHAPES, ("bfloat16", "faster")),
+            {"first": ("bfloat16", "faster"), "second": ("bfloat16", "faster"), "head": ("float32", "sensitivity")},
         ),
     ],
-    ids=["the head is out of range", "all layers fit", "not faster here", "bfloat16 holds what float16 cannot"],
+    ids=[
+        "the head is out of range",
+        "all layers fit",
+        "not faster here",
+        "it fits bfloat16, which is too coarse for it",
+    ],
 )
-def test_auto_lowers_exactly_the_layers_that_range_and_time_allow(
+def test_auto_lowers_exactly_the_layers_that_range_time_and_tolerance_allow(
     adapter: Adapter,
     weights: Weights,
     batch: Batch,
