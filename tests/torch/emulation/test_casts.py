@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
@@ -129,3 +129,14 @@ def test_no_cast_outlives_the_emulation() -> None:
         with emulated():
             F.linear(ONE, w)
         assert not _installation._casts._casts
+
+
+def test_autocasts_own_casts_are_forgotten_too() -> None:
+    w = weight()
+    with ExitStack() as outlives:
+        with native():
+            F.linear(ONE, w)
+            outlives.enter_context(emulation("float16"))
+        w.data.mul_(2.0)
+    with native():
+        assert float(F.linear(ONE, w).detach()) == 2.0
