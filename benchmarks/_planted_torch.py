@@ -135,13 +135,19 @@ _AROUND: dict[Trouble, Callable[[nn.Module, _Seen], Around | MultiheadAttention]
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Attention whose keys have an offset: each query's scores move by a number of its own, which softmax drops."""
+    """Attention whose keys and values have an offset.
+
+    Each query's scores move by a number of its own, which softmax drops; what the values move the output by is taken
+    off again.
+    """
 
     def __init__(self, healthy: nn.MultiheadAttention) -> None:
         super().__init__(healthy.embed_dim, healthy.num_heads, healthy.dropout, batch_first=healthy.batch_first)
         self.load_state_dict(healthy.state_dict())
+        width = self.embed_dim
         with torch.no_grad():
-            self.in_proj_bias[self.embed_dim : 2 * self.embed_dim].add_(OFFSET)
+            self.in_proj_bias[width:].add_(OFFSET)
+            self.out_proj.bias.sub_(self.out_proj.weight.sum(1) * OFFSET)
 
     @property
     def troubled(self) -> nn.Module:

@@ -116,6 +116,8 @@ class Sieve:
             alone = format_name.startswith("float8")  # its range is no question, so that rounding alone decides
             return f"what rounding to {format_name} does to it is unknown" if alone else None
         if not found.score <= self.budget:
+            if not math.isfinite(found.score):
+                return f"what it gives in {format_name} is inf or NaN"
             return (
                 f"rounding it to {format_name} changes the loss by {math.sqrt(found.score):.2g} (predicted); "
                 f"allowed for all layers together: {math.sqrt(self.budget):.2g}"
@@ -123,6 +125,8 @@ class Sieve:
         noise = max(sensitivity.gradient_noise.get(path, 0.0), LEAST_GRADIENT_NOISE)
         allowed = math.sqrt(self.tolerance) * noise  # errors of steps are independent: variances are what adds up
         if not found.gradient_error <= allowed:
+            if not math.isfinite(found.gradient_error):
+                return f"its weight gradients in {format_name} are inf or NaN"
             return (
                 f"{format_name} makes an error of {found.gradient_error:.2%} in its weight gradients; "
                 f"beside their own noise {allowed:.2%} is allowed"

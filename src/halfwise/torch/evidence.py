@@ -73,7 +73,8 @@ class Evidence:
         self._runs = half_formats(device_type) if target == HERE else get_target(target).runs
         self._recorder = Recorder(model)
         self._timer = LayerTimer(model, device_type, self._runs if target == HERE else ())
-        self._probe = SensitivityProbe(model, device_type)
+        rules = device_type if target == HERE else get_target(target).device_type
+        self._probe = SensitivityProbe(model, device_type, rules=rules)
         self._losses: list[float] = []
         self._step_seconds = float("inf")
         self.spent = {"ranges": 0.0, "times": 0.0, "sensitivities": 0.0, "trial": 0.0}

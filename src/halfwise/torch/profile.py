@@ -124,7 +124,7 @@ class Recorder(StepHistograms):
     def record_parameters(self) -> None:
         """Records the layers' weights and the weights' gradients as they are now."""
         for path, module in self._layers.items():
-            for parameter in module.parameters():
+            for parameter in module.parameters(recurse=is_whole(module)):
                 self._add(path, "weight", parameter)
                 if parameter.grad is not None:
                     self._add(path, "weight_gradient", parameter.grad)

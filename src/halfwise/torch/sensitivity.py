@@ -3,7 +3,8 @@
 When the gradient of a layer's output arrives, the layer is run again on the inputs that it had: as it is, and with its
 inputs, weights and output rounded to each format. The change of the output times that gradient is the change of the
 loss, to first order; running both backward by themselves gives the error of the weight gradients. What is measured is
-in `halfwise.core.sensitivity`.
+in `halfwise.core.sensitivity`. Layers that are more than one product are also run as the format would compute inside
+them (`inside.py`), and the larger change counts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from halfwise.core.sensitivity import Sensitivity, SensitivityRecord
+from halfwise.torch.inside import Pass, has_an_inside, passes_inside
 from halfwise.torch.measure import timed_layers
 from halfwise.torch.nested import floating_tensors, map_tensors
 from halfwise.torch.profile import is_whole
@@ -70,6 +72,7 @@ class SensitivityProbe:
     Args:
         model: the module; gradients are those of its own parameters.
         device_type: of the device that holds it.
+        rules: the device type whose rules for mixed precision hold; None means `device_type`.
 
     Attributes:
         spent: seconds that looking took so far.
@@ -87,8 +90,9 @@ class SensitivityProbe:
         True
     """
 
-    def __init__(self, model: nn.Module, device_type: str) -> None:
+    def __init__(self, model: nn.Module, device_type: str, *, rules: str | None = None) -> None:
         self.spent = 0.0
+        self._rules = rules or device_type
         self._layers = timed_layers(model)
         self._device_type = device_type
         self._formats: tuple[str, ...] = ()
@@ -161,7 +165,8 @@ class SensitivityProbe:
         if self._inside or not torch.is_grad_enabled():
             return
         inputs = (*floating_tensors(args), *floating_tensors(kwargs))
-        draws = RandomState(devices_of(module)) if is_whole(module) and module.training else None
+        may_draw = module.training and (is_whole(module) or has_an_inside(module))
+        draws = RandomState(devices_of(module)) if may_draw else None
         calls.append(_Call(args, kwargs, tuple(tensor._version for tensor in inputs), draws))
 
     def _after_forward(self, path: str, calls: list[_Call], module: nn.Module, _args: Any, output: Any) -> None:
@@ -190,9 +195,13 @@ class SensitivityProbe:
                 exact = self._run(module, call, gradients, None)
                 for name in self._formats:
                     found = self._run(module, call, gradients, _ROUNDINGS[name])
-                    self._record.add_score(path, name, _score(exact.outputs, found.outputs, gradients))
+                    score = _score(exact.outputs, found.outputs, gradients)
+                    error = _relative_error(exact.weight_gradients, found.weight_gradients)
+                    if has_an_inside(module):
+                        inside = self._look_inside(module, call, name, gradients)
+                        score, error = max(score, inside[0]), max(error, inside[1])
+                    self._record.add_score(path, name, score)
                     if exact.weight_gradients:
-                        error = _relative_error(exact.weight_gradients, found.weight_gradients)
                         self._record.add_gradient_error(path, name, error)
         except Exception as error:  # a measurement must never end a training
             _LOG.info("the sensitivity of layer %r is unknown: %s", path, error)
@@ -202,13 +211,30 @@ class SensitivityProbe:
                 now.restore()
             self.spent += time.perf_counter() - start
 
+    def _look_inside(
+        self, module: nn.Module, call: _Call, name: str, gradients: Sequence[Tensor | None]
+    ) -> tuple[float, float]:
+        """Score and gradient error where the operations inside run in the format; 0 where they cannot be."""
+        if call.random_state is not None:
+            call.random_state.restore()
+        try:
+            found = passes_inside(module, call.args, call.kwargs, gradients, name, self._rules)
+        except Exception as error:  # an operation that the format lacks: mixed precision runs it in float32
+            _LOG.info("%r cannot run by itself in %s: %s", type(module).__name__, name, error)
+            return 0.0, 0.0
+        if found is None:
+            return 0.0, 0.0
+        exact, lowered = found
+        score = _score(exact.outputs, lowered.outputs, gradients)
+        return score, _relative_error(exact.weight_gradients, lowered.weight_gradients)
+
     def _run(
         self,
         module: nn.Module,
         call: _Call,
         gradients: Sequence[Tensor | None],
         rounding: _Rounding | None,
-    ) -> _Pass:
+    ) -> Pass:
         """Forward and backward of the layer by itself: plainly, or as computing in a format would round it."""
         operands = "float32" if rounding is None else rounding.operands
         scaled = operands.startswith("float8")
@@ -239,15 +265,9 @@ class SensitivityProbe:
             found = torch.autograd.grad([o for o, _ in pairs], trained, incoming, allow_unused=True)
         results = [tensor.detach() for tensor in outputs]
         if rounding is None:
-            return _Pass(results, [None if g is None else g.to_dense() for g in found])
+            return Pass(results, [None if g is None else g.to_dense() for g in found])
         results = [rounded(tensor, rounding.output) for tensor in results]
-        return _Pass(results, [None if g is None else _rounded_gradient(g.to_dense(), rounding.output) for g in found])
-
-
-@dataclass(frozen=True)
-class _Pass:
-    outputs: list[Tensor]
-    weight_gradients: list[Tensor | None]
+        return Pass(results, [None if g is None else _rounded_gradient(g.to_dense(), rounding.output) for g in found])
 
 
 def _rounded_gradient(gradient: Tensor, name: str) -> Tensor:
