@@ -27,6 +27,7 @@ from halfwise.torch.region import COMPUTE_DTYPES, device_type_of, region
 __all__ = ["AppliedPlan", "apply"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_BY_HAND = ("manual", "healed")
 
 
 def apply(model: nn.Module, plan: Plan) -> AppliedPlan:
@@ -215,10 +216,15 @@ def _installed(model: nn.Module) -> list[_Override]:
 
 
 def _computes(model: nn.Module, plan: Plan, *, whole_model: bool) -> dict[str, tuple[nn.Module, str]]:
-    """`{path: (module, format)}` of the modules that the plan names, each once."""
+    """`{path: (module, format)}` of the modules that the plan names, each once.
+
+    Where nothing computes in half, what a planner says of single layers goes without saying: each override would cost a
+    layer some microseconds.
+    """
+    in_float32 = plan.default.compute == "float32" and all(rule.compute == "float32" for rule in plan.layers)
     rules: dict[nn.Module, tuple[str, nn.Module, Rule]] = {}
     for path, module in named_layers(model, all_names=True):
-        if (rule := plan.match(path)) is None:
+        if (rule := plan.match(path)) is None or (in_float32 and rule.reason not in _BY_HAND):
             continue
         earlier_path, _, earlier = rules.setdefault(module, (path, module, rule))
         if not rule.says_the_same_as(earlier):
