@@ -9,19 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from _planted_cases import Case, Trouble
+from _planted_cases import BEYOND, FIRST_POSITION, KEY_OFFSET, OFFSET, SHARPER, SQUARES_BEYOND, TINY, Case, Trouble
 from halfwise.core.workload import Workload
 from halfwise.torch.names import named_layers
 from halfwise.torch.nested import floating_tensors
 from halfwise.workloads.load import load_workload
 
 __all__ = ["plant", "planted"]
-
-BEYOND = 2.0**18  # four times what float16 holds
-OFFSET = 2.0**12  # float16 fits it, and tells apart what differs by 4; bfloat16, by 32
-SQUARES_BEYOND = 2.0**10  # fits, and its square does not
-TINY = 2.0**-32
-FIRST_POSITION = 65472
 
 
 def planted(case: Case, seed: int = 0) -> tuple[Workload, str]:
@@ -135,19 +129,14 @@ _AROUND: dict[Trouble, Callable[[nn.Module, _Seen], Around | MultiheadAttention]
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Attention whose keys and values have an offset.
-
-    Each query's scores move by a number of its own, which softmax drops; what the values move the output by is taken
-    off again.
-    """
+    """Sharp attention whose keys have an offset: a query's scores all move by the same, which softmax does not see."""
 
     def __init__(self, healthy: nn.MultiheadAttention) -> None:
         super().__init__(healthy.embed_dim, healthy.num_heads, healthy.dropout, batch_first=healthy.batch_first)
         self.load_state_dict(healthy.state_dict())
-        width = self.embed_dim
         with torch.no_grad():
-            self.in_proj_bias[width:].add_(OFFSET)
-            self.out_proj.bias.sub_(self.out_proj.weight.sum(1) * OFFSET)
+            self.in_proj_weight[: 2 * self.embed_dim].mul_(SHARPER)
+            self.in_proj_bias[self.embed_dim : 2 * self.embed_dim].add_(2.0 * KEY_OFFSET)  # scores stay in float32
 
     @property
     def troubled(self) -> nn.Module:
@@ -205,7 +194,8 @@ class Positions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """(positions, 1) to (positions, width)."""
-        return (positions @ self.frequencies).sin() * self.weight
+        angles: Tensor = positions @ self.frequencies
+        return torch.sin(angles) * self.weight
 
 
 def _times(scale: float, x: Tensor) -> Tensor:

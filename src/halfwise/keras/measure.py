@@ -25,7 +25,7 @@ from halfwise.keras.names import children, whole
 from halfwise.keras.probe import Observer, built, probe, tapped_layers
 from halfwise.keras.profile import parameters
 
-__all__ = ["HALF_FORMATS", "LayerTimer", "timed_layers"]
+__all__ = ["HALF_FORMATS", "LayerTimer", "computing_in", "timed_layers"]
 
 _LOG = logging.getLogger("halfwise")
 _backend = import_module(f"halfwise.keras.backends.{keras.backend.backend()}")
@@ -103,7 +103,7 @@ class LayerTimer(Observer):
         passes: dict[str, Callable[[float], float]] = {}
 
         def seconds(name: str, limit: float) -> float:
-            with _computing_in(layer, name):
+            with computing_in(layer, name):
                 if name not in passes:
                     gradients = path in self._input_gradients
                     passes[name] = _backend.layer_pass(layer, args, kwargs, values, input_gradients=gradients)
@@ -129,7 +129,7 @@ def _timed(layer: Layer) -> bool:
 
 
 @contextmanager
-def _computing_in(layer: Layer, name: str) -> Iterator[None]:
+def computing_in(layer: Layer, name: str) -> Iterator[None]:
     """Within the block the layer, and what is inside it, computes in the format."""
     policy = keras.DTypePolicy(policy_name(name))
     parts = [part for part in layer._flatten_layers() if keras.backend.is_float_dtype(part.compute_dtype)]

@@ -3,7 +3,8 @@
 What each layer got, and the gradient of what it gave, are those of a probe. Then each layer is run again by itself: as
 it is, and with inputs, weights and output rounded to each format. The change of the output times the gradient is the
 change of the loss, to first order; the same passes backward give the error of the weight gradients. What is measured is
-in `halfwise.core.sensitivity`.
+in `halfwise.core.sensitivity`. Layers that are more than one product are also run as the format would compute inside
+them (`inside.py`), and the larger change counts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from keras import Layer
 
 from halfwise.core.sensitivity import Sensitivity, SensitivityRecord
 from halfwise.keras.heads import heads
+from halfwise.keras.inside import Pass, has_an_inside, passes_inside
 from halfwise.keras.measure import timed_layers
 from halfwise.keras.probe import Observer, Probed, probe, to_numpy
 from halfwise.keras.profile import parameters
@@ -159,18 +161,38 @@ class SensitivityProbe(Observer):
             exact = _run(layer, args, kwargs, weights, others, gradients, None)
             for name in formats:
                 found = _run(layer, args, kwargs, weights, others, gradients, _ROUNDINGS[name])
-                self._record.add_score(path, name, _score(exact.outputs, found.outputs, gradients))
+                score = _score(exact.outputs, found.outputs, gradients)
+                error = _relative_error(exact.weight_gradients, found.weight_gradients)
+                if has_an_inside(layer):
+                    inside = _look_inside(layer, args, kwargs, weights, others, gradients, name)
+                    score, error = max(score, inside[0]), max(error, inside[1])
+                self._record.add_score(path, name, score)
                 if exact.weight_gradients:
-                    error = _relative_error(exact.weight_gradients, found.weight_gradients)
                     self._record.add_gradient_error(path, name, error)
         except Exception as error:  # a measurement must never end a training
             _LOG.info("the sensitivity of layer %r is unknown: %s", path, error)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    outputs: list[np.ndarray[Any, Any]]
-    weight_gradients: list[np.ndarray[Any, Any]]
+def _look_inside(
+    layer: Layer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: Sequence[tuple[keras.Variable, Any]],
+    others: Sequence[tuple[keras.Variable, Any]],
+    gradients: dict[int, Any],
+    name: str,
+) -> tuple[float, float]:
+    """Score and gradient error where the layer computes in the format; 0 where it cannot."""
+    try:
+        found = passes_inside(layer, args, kwargs, weights, others, gradients, name)
+    except Exception as error:  # an operation that the backend lacks in the format here
+        _LOG.info("%r cannot run by itself in %s: %s", layer.name, name, error)
+        return 0.0, 0.0
+    if found is None:
+        return 0.0, 0.0
+    exact, lowered = found
+    score = _score(exact.outputs, lowered.outputs, gradients)
+    return score, _relative_error(exact.weight_gradients, lowered.weight_gradients)
 
 
 def _run(
@@ -181,7 +203,7 @@ def _run(
     others: Sequence[tuple[keras.Variable, Any]],
     gradients: dict[int, Any],
     rounding: _Rounding | None,
-) -> _Pass:
+) -> Pass:
     """Forward and backward of the layer by itself: plainly, or as computing in a format would round it."""
     operands = "float32" if rounding is None else rounding.operands
     scaled = operands.startswith("float8")
@@ -200,8 +222,8 @@ def _run(
     }
     outputs, found = _backend.local_gradients(layer, args, kwargs, lowered, others, incoming)
     if rounding is None:
-        return _Pass([to_numpy(t) for t in outputs], [to_numpy(g) for g in found])
-    return _Pass(
+        return Pass([to_numpy(t) for t in outputs], [to_numpy(g) for g in found])
+    return Pass(
         [to_numpy(rounded(t, rounding.output)) for t in outputs],
         [to_numpy(_rounded_gradient(g, rounding.output)) for g in found],
     )
@@ -215,19 +237,20 @@ def _rounded_gradient(gradient: Any, name: str) -> Any:
 def _score(exact: list[Any], found: list[Any], gradients: dict[int, Any]) -> float:
     """The sum over samples (the first axis) of the squared change of the loss."""
     changes: dict[int, np.ndarray[Any, Any]] = {}
-    for index, gradient in gradients.items():
-        products = (found[index].astype(np.float64) - exact[index]) * to_numpy(gradient)
-        per_sample = products.reshape(len(products), -1).sum(1) if products.ndim else products.reshape(1)
-        known = changes.get(len(per_sample))
-        changes[len(per_sample)] = per_sample if known is None else known + per_sample
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflowed in the format
+        for index, gradient in gradients.items():
+            products = (found[index].astype(np.float64) - exact[index]) * to_numpy(gradient)
+            per_sample = products.reshape(len(products), -1).sum(1) if products.ndim else products.reshape(1)
+            known = changes.get(len(per_sample))
+            changes[len(per_sample)] = per_sample if known is None else known + per_sample
         total = math.fsum(float(np.square(change).sum()) for change in changes.values())
     return total if math.isfinite(total) else math.inf
 
 
 def _relative_error(exact: list[Any], found: list[Any]) -> float:
     """The 2-norm of the difference over that of the exact gradients."""
-    size, error = _norm(exact), _norm([b - a for a, b in zip(exact, found, strict=True)])
+    with np.errstate(over="ignore", invalid="ignore"):
+        size, error = _norm(exact), _norm([b - a for a, b in zip(exact, found, strict=True)])
     if not math.isfinite(error) or not math.isfinite(size):
         return math.inf
     return error / size if size > 0.0 else 0.0

@@ -158,7 +158,10 @@ def local_gradients(
         return [leaf for leaf in keras.tree.flatten(output) if _is_floating(leaf)]
 
     outputs, backward = jax.vjp(forward, [value for _, value in weights])
-    upstream = [gradients.get(index, jax.numpy.zeros_like(output)) for index, output in enumerate(outputs)]
+    upstream = [
+        gradients[index].astype(output.dtype) if index in gradients else jax.numpy.zeros_like(output)
+        for index, output in enumerate(outputs)
+    ]
     return outputs, list(backward(upstream)[0])
 
 

@@ -179,7 +179,7 @@ def local_gradients(
         layer, args, kwargs: what is called.
         weights: `(variable, the value that it is to have)` of those whose gradients are wanted.
         others: the same for the layer's other variables.
-        gradients: index among the floating outputs -> gradient with respect to it.
+        gradients: index among the floating outputs -> gradient with respect to it; cast to the output's dtype.
 
     Returns:
         The floating outputs, and the gradients with respect to those weights that the outputs depend on.
@@ -191,7 +191,8 @@ def local_gradients(
         with keras.StatelessScope(state_mapping=mapping):
             outputs = [leaf for leaf in keras.tree.flatten(layer(*args, **kwargs)) if leaf.dtype.is_floating]
     targets = [outputs[index] for index in gradients]
-    found = tape.gradient(targets, values, output_gradients=list(gradients.values()))
+    upstream = [tf.cast(gradient, outputs[index].dtype) for index, gradient in gradients.items()]
+    found = tape.gradient(targets, values, output_gradients=upstream)
     return outputs, [_all_rows(gradient) for gradient in found if gradient is not None]
 
 

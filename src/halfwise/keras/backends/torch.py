@@ -161,7 +161,8 @@ def local_gradients(
         pairs = [(outputs[index], gradient) for index, gradient in gradients.items() if outputs[index].requires_grad]
         if not pairs or not values:
             return [output.detach() for output in outputs], []
-        targets, upstream = zip(*pairs, strict=True)
+        targets = [target for target, _ in pairs]
+        upstream = [gradient.to(target.dtype) for target, gradient in pairs]
         found = torch.autograd.grad(targets, values, upstream, allow_unused=True)
     return [output.detach() for output in outputs], [gradient for gradient in found if gradient is not None]
 
