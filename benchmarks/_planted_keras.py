@@ -81,7 +81,7 @@ def _exchange(parent: Layer, old: Layer, new: Layer) -> None:
             value[:] = [new if item is old else item for item in value]
 
 
-class Around(Layer):  # type: ignore[misc]
+class Around(Layer):
     """Stands in a layer's place and calls it, with something done before and behind it."""
 
     def __init__(
@@ -156,7 +156,7 @@ _AROUND: dict[Trouble, Callable[[Layer, _Seen], Any]] = {
 }
 
 
-class HandWrittenNorm(Layer):  # type: ignore[misc]
+class HandWrittenNorm(Layer):
     """A layer norm, or group norm, as people write it, with squares that do not fit float16."""
 
     def __init__(self, norm: Layer) -> None:
@@ -195,7 +195,7 @@ class WithPositions(Around):
         return y + self.far(ops.cast(FIRST_POSITION + ops.arange(y.shape[1]), "float32")[:, None])
 
 
-class Positions(Layer):  # type: ignore[misc]
+class Positions(Layer):
     """Sines of positions at several frequencies, the angles by a matrix product, as rotary embeddings have them."""
 
     def __init__(self, width: int) -> None:

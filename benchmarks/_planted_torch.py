@@ -180,7 +180,8 @@ class WithPositions(Around):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's, and the positions'."""
         y: Tensor = self.layer(x)
-        return y + self.far(FIRST_POSITION + torch.arange(y.shape[1], device=y.device, dtype=torch.float32)[:, None])
+        result: Tensor = y + self.far(FIRST_POSITION + torch.arange(y.shape[1], device=y.device, dtype=torch.float32)[:, None])
+        return result
 
 
 class Positions(nn.Module):
