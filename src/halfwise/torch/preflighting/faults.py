@@ -140,10 +140,10 @@ def lost_digits(run: Run, reference: Run, eps: float) -> list[Hazard]:
         inputs = [errors.get(given.record, 0.0) for given in record.inputs]
         if inputs and error >= _LOSES * max(inputs):
             suspect = suspect_of(trace, record)
-            off = f"is off by {error:.0%} from float32" if math.isfinite(error) else "is inf or NaN, and not in float32"
+            off = f"is off by {error:.0%} from float32" if math.isfinite(error) else "is inf or NaN"
             detail = (
                 f"what {record.operation} makes {off}, "
-                f"its inputs are off by {max(inputs):.1g}; they reach {suspect.largest_input:.5g}"
+                f"its inputs by {max(inputs):.1g}; they reach {suspect.largest_input:.5g}"
             )
             at = f"at {suspect.source} " if suspect.source else ""
             fix = f"x = x.float()  # {at}compute what leads here in float32, from its first input on"
