@@ -32,7 +32,7 @@ from halfwise.torch.snapshot import rehearsal
 
 __all__ = ["Evidence", "WholeStep"]
 
-_TIMING_STEPS = 8.0  # steps' worth of time that timing the layers may take
+_TIMING_STEPS = 6.0  # steps' worth of time that timing the layers may take
 
 
 class Evidence:

@@ -31,7 +31,7 @@ _LOG = logging.getLogger("halfwise")
 _CAST_ROUNDS = 3
 _PART = 8
 _HOPELESS = 8.0  # times the float32 time: other layers of the class will not be quicker than float32 either
-_OVERRUN = 1.5  # how far the fewest measurements of each layer may go beyond the allowance before layers are left out
+_OVERRUN = 1.25  # how far the fewest measurements of each layer may go beyond the allowance before layers are left out
 
 
 def half_formats(device_type: str) -> tuple[str, ...]:
