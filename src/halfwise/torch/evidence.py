@@ -33,6 +33,7 @@ from halfwise.torch.snapshot import rehearsal
 __all__ = ["Evidence", "WholeStep"]
 
 _TIMING_STEPS = 6.0  # steps' worth of time that timing the layers may take
+_LEAST_SECONDS = 0.02  # or so much, which nobody notices
 
 
 class Evidence:
@@ -120,7 +121,8 @@ class Evidence:
                 stack.enter_context(eager())
                 stack.enter_context(self._recorder.recording())
                 if self._supplied is None and number == 1:
-                    stack.enter_context(self._timer.timing(_TIMING_STEPS * self._step_seconds))
+                    allowed = max(_TIMING_STEPS * self._step_seconds, _LEAST_SECONDS)
+                    stack.enter_context(self._timer.timing(allowed))
                 if number >= EVIDENCE_STEPS - 1:
                     stack.enter_context(self._probe.watching(self._quick_enough()))
                 yield
