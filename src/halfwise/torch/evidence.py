@@ -33,7 +33,7 @@ from halfwise.torch.snapshot import rehearsal
 __all__ = ["Evidence", "WholeStep"]
 
 _TIMING_STEPS = 6.0  # steps' worth of time that timing the layers may take
-_LEAST_SECONDS = 0.02  # or so much, which nobody notices
+_LEAST_SECONDS = 0.1  # or so much, which nobody notices
 
 
 class Evidence:
