@@ -79,7 +79,7 @@ class Case:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.kind}: {self.trouble} at {self.torch}"
+        return f"{self.kind}: {self.trouble}"
 
 
 # float16 has digits enough for keys with an offset that bfloat16 cannot bear.

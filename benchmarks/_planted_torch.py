@@ -180,7 +180,9 @@ class WithPositions(Around):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's, and the positions'."""
         y: Tensor = self.layer(x)
-        result: Tensor = y + self.far(FIRST_POSITION + torch.arange(y.shape[1], device=y.device, dtype=torch.float32)[:, None])
+        result: Tensor = y + self.far(
+            FIRST_POSITION + torch.arange(y.shape[1], device=y.device, dtype=torch.float32)[:, None]
+        )
         return result
 
 

@@ -6,17 +6,20 @@ time in every layer, a plan has every reason to lower all layers but the one tha
 cases and both formats, how many of the troubled layers were kept (recall) and how many of the kept ones had the trouble
 (precision); the healthy models are looked at as well.
 
-Then some of them are trained: in float32, under the plan for float16, and in float16 everywhere, without a guard. The
-loss at the end, over seeds, shows that the plan is as good as float32 where float16 everywhere fails.
+Then some of them are trained: in float32, under the plan for the format, and in the format everywhere, without a
+guard, by CUDA's rules as they are emulated on a CPU. With every seed the plan's loss at the end is nearer to float32's
+than those of two seeds are, and that of half precision everywhere is not. Not every case would show the latter within a
+few steps: what a plan keeps apart for outliers in a norm, or for tiny gradients, need not be missed by then.
 
-    python benchmarks/planted.py [--json] [--framework torch|keras] [--cases 0,1,2] [--seeds 3] [--steps 40]
+    python benchmarks/planted.py [--json] [--framework torch|keras] [--cases 0,1,2] [--seeds 3] [--steps 60]
 
-With Keras, on the backend that `KERAS_BACKEND` names, nothing is trained.
+With Keras, on the backend that `KERAS_BACKEND` names, nothing is trained. `--steps 0` trains nothing either.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from functools import partial
 from typing import Any
@@ -28,13 +31,24 @@ from _harness import emit, table
 from _planted_cases import CASES, FORMATS, Case
 from _planted_torch import planted
 from halfwise.core.workload import Workload
+from halfwise.torch.emulation import emulation
 from halfwise.torch.measure import timed_layers
 from halfwise.workloads.load import load_workload
 
-HEADERS = ("case", "format", "barred", "kept", "right")
-TRAINED = ("convnet", "recommender")
-TRAININGS = ("case", "float32", "plan", "float16", "skipped in float16", "spread over seeds")
-LEAST = 0.9
+HEADERS = ("case", "seed", "format", "barred", "kept", "right")
+TRAINED = (
+    ("convnet", "overflow", "float16"),
+    ("convnet", "large logits", "bfloat16"),
+    ("encoder", "large positions", "bfloat16"),
+    ("decoder", "overflow", "float16"),
+    ("lstm", "hand-written norm", "float16"),
+    ("recommender", "hand-written norm", "float16"),
+    ("recommender", "outlier channels", "bfloat16"),
+    ("unet", "hand-written norm", "float16"),
+    ("unet", "outlier channels", "bfloat16"),
+)
+TRAININGS = ("case", "format", "float32", "plan", "everywhere", "steps skipped", "spread", "plan off by", "everywhere")
+LEAST = 0.95
 
 
 def main() -> None:
@@ -43,50 +57,57 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(str(number) for number in range(len(CASES))))
     parser.add_argument("--framework", choices=("torch", "keras"), default="torch")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     framework, numbers = arguments.framework, [int(number) for number in arguments.cases.split(",")]
-    rows = [row for number in numbers for row in judged(number, framework)]
     kinds = dict.fromkeys(CASES[number].kind for number in numbers)
-    healthy = [row for kind in kinds for row in judged_healthy(kind, framework)]
-    right, kept, troubled = (sum(row[place] for row in [*rows, *healthy]) for place in (5, 6, 7))
+    rows, healthy = [], []
+    for seed in range(arguments.seeds):
+        rows += [row for number in numbers for row in judged(CASES[number], framework, seed)]
+        healthy += [row for kind in kinds for row in judged_healthy(kind, framework, seed)]
+    right, kept, troubled = (sum(row[place] for row in [*rows, *healthy]) for place in (6, 7, 8))
+    exact = sum(row[5] for row in [*rows, *healthy])
     score = {"precision": right / max(1, kept), "recall": right / max(1, troubled)}
-    shown = [(*row[:4], "yes" if row[4] else "NO") for row in [*rows, *healthy]]
+    shown = [(*row[:5], "yes" if row[5] else "NO") for row in [*rows, *healthy]]
     text = table(HEADERS, shown) + "\n\n" + "  ".join(f"{name} {value:.3f}" for name, value in score.items())
-    trainings = [trained(kind, arguments.seeds, arguments.steps) for kind in TRAINED if framework == "torch"]
+    text += f"  exactly right {exact} of {len(shown)}"
+    trains = framework == "torch" and arguments.steps > 0
+    trainings = [trained(*case, arguments.seeds, arguments.steps) for case in TRAINED] if trains else []
     text += "\n\n" + table(TRAININGS, trainings) if trainings else ""
     emit(text, {"rows": rows, "healthy": healthy, **score, "trainings": trainings}, as_json=arguments.json)
     assert min(score.values()) >= LEAST, score
-    for what, full, plan, uniform, _, spread in trainings:
-        assert abs(plan - full) <= max(2 * spread, 0.02 * full), f"{what}: the plan does not reach float32's loss"
-        assert not uniform < full + 5 * spread, f"{what}: float16 everywhere does not fail"
+    for what, name, _, _, _, _, spread, plan, everywhere in trainings:
+        assert plan <= spread, f"{what}: the plan does not reach float32's loss"
+        assert not everywhere <= spread, f"{what}: {name} everywhere does not fail"
 
 
-def judged(number: int, framework: str) -> list[list[Any]]:
-    """A row for each format: case, format, troubled layer, kept layers, whether right; and counts."""
-    case = CASES[number]
+def judged(case: Case, framework: str, seed: int) -> list[list[Any]]:
+    """A row for each format: case, seed, format, troubled layer, kept layers, whether right; and counts."""
     rows = []
     for name in FORMATS:
-        workload, path = _planted(case, framework)
+        workload, path = _planted(case, framework, seed)
         kept = kept_layers(workload, name)
         wanted = {path} if name in case.barred else set()
-        rows.append(_row(case.name, name, wanted, kept))
+        rows.append(_row(case.name, seed, name, wanted, kept))
     return rows
 
 
-def judged_healthy(kind: str, framework: str) -> list[list[Any]]:
+def judged_healthy(kind: str, framework: str, seed: int) -> list[list[Any]]:
     """The same of a model in which nothing was planted."""
-    made = (load_workload(kind, framework=framework) for _ in FORMATS)
-    return [_row(f"{kind}: healthy", name, set(), kept_layers(w, name)) for name, w in zip(FORMATS, made, strict=True)]
+    rows = []
+    for name in FORMATS:
+        kept = kept_layers(load_workload(kind, framework=framework, seed=seed), name)
+        rows.append(_row(f"{kind}: healthy", seed, name, set(), kept))
+    return rows
 
 
-def _planted(case: Case, framework: str) -> tuple[Workload, str]:
+def _planted(case: Case, framework: str, seed: int) -> tuple[Workload, str]:
     if framework == "torch":
-        return planted(case)
+        return planted(case, seed)
     from _planted_keras import planted as planted_in_keras
 
-    return planted_in_keras(case)
+    return planted_in_keras(case, seed)
 
 
 def kept_layers(workload: Workload, name: str) -> set[str]:
@@ -113,10 +134,13 @@ def _kept_in_keras(workload: Workload, name: str) -> set[str]:
     return {path for path in layers if plan.compute(path) == "float32"} - set(heads(model))
 
 
-def trained(kind: str, seeds: int, steps: int) -> list[Any]:
-    """The loss after training a planted model of the kind, the mean over seeds, in three precisions."""
-    case = next(c for c in CASES if c.kind == kind and c.trouble in ("overflow", "hand-written norm"))
-    losses: dict[str, list[float]] = {"float32": [], "plan": [], "mixed_float16": []}
+def trained(kind: str, trouble: str, name: str, seeds: int, steps: int) -> list[Any]:
+    """The loss after training a planted case: the mean over seeds in three precisions, and how far they are apart.
+
+    That is the largest distance of the plan from float32 with the same seed, and the smallest of the format everywhere.
+    """
+    case = next(c for c in CASES if (c.kind, c.trouble) == (kind, trouble))
+    losses: dict[str, list[float]] = {"float32": [], "plan": [], f"mixed_{name}": []}
     skipped = 0
     for seed in range(seeds):
         for what, found in losses.items():
@@ -124,23 +148,43 @@ def trained(kind: str, seeds: int, steps: int) -> list[Any]:
             closures = [partial(workload.loss, workload.model, batch) for batch in workload.batches]
             policy: Any = what
             if what == "plan":
-                timing = hw.TimingTable.uniform(timed_layers(workload.model), relative={"float16": 0.5})
+                timing = hw.TimingTable.uniform(timed_layers(workload.model), relative={name: 0.5})
                 policy = hw.plan(workload.model, closures, timing=timing)
-            mp = hw.MixedPrecision(workload.model, workload.optimizer, policy, guard=False, log=lambda _: None)
-            for number in range(steps):
-                mp.step(closures[number % len(closures)])
-            skipped += mp.skipped_steps if what == "mixed_float16" else 0
-            mp.close()
+            torch.manual_seed(seed)
+            with emulation(name):
+                mp = hw.MixedPrecision(workload.model, workload.optimizer, policy, guard=False, log=lambda _: None)
+                for number in range(steps):
+                    mp.step(closures[number % len(closures)])
+                skipped += mp.skipped_steps if what == f"mixed_{name}" else 0
+                mp.close()
+            torch.manual_seed(seed)  # the same dropout for all
             with torch.no_grad():
                 found.append(float(torch.stack([closure() for closure in closures]).mean()))
-    mean = {what: statistics.mean(found) for what, found in losses.items()}
-    spread = statistics.stdev(losses["float32"])
-    return [case.name, mean["float32"], mean["plan"], mean["mixed_float16"], f"{skipped} of {seeds * steps}", spread]
+    spread = statistics.stdev(losses["float32"]) if seeds > 1 else 0.0
+    full, plan, uniform = losses.values()
+    apart = max(map(_distance, plan, full)), min(map(_distance, uniform, full))
+    means = map(statistics.mean, losses.values())
+    return [case.name, name, *means, f"{skipped} of {seeds * steps}", spread, *apart]
 
 
-def _row(what: str, name: str, wanted: set[str], kept: set[str]) -> list[Any]:
+def _distance(one: float, other: float) -> float:
+    """Infinite where one is not a number."""
+    return abs(one - other) if math.isfinite(one - other) else math.inf
+
+
+def _row(what: str, seed: int, name: str, wanted: set[str], kept: set[str]) -> list[Any]:
     told = ", ".join(sorted(kept)) or "-"
-    return [what, name, ", ".join(wanted) or "-", told, kept == wanted, len(kept & wanted), len(kept), len(wanted)]
+    return [
+        what,
+        seed,
+        name,
+        ", ".join(wanted) or "-",
+        told,
+        kept == wanted,
+        len(kept & wanted),
+        len(kept),
+        len(wanted),
+    ]
 
 
 if __name__ == "__main__":

@@ -89,3 +89,19 @@ def test_compiled_models_have_plain_paths() -> None:
 def test_a_closure_without_a_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="returned NoneType"):
         hw.profile(nn.Linear(1, 1), lambda: None)
+
+
+def test_a_container_with_weights_of_its_own_has_not_those_of_its_children() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.gain
+
+    model = Scaled()
+    profile = hw.profile(model, lambda: model(X).square().mean())
+    assert profile.get("", "weight") == histogram(model.gain)
+    assert profile.get("inner", "weight") == histogram(model.inner.weight, model.inner.bias)
