@@ -13,14 +13,12 @@ few steps: what a plan keeps apart for outliers in a norm, or for tiny gradients
 
     python benchmarks/planted.py [--json] [--framework torch|keras] [--cases 0,1,2] [--seeds 3] [--steps 60]
 
-With Keras, on the backend that `KERAS_BACKEND` names, nothing is trained. `--steps 0` trains nothing either.
+Keras runs on the backend that `KERAS_BACKEND` names. `--steps 0` trains nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 from functools import partial
 from typing import Any
 
@@ -30,13 +28,14 @@ import halfwise.torch as hw
 from _harness import emit, table
 from _planted_cases import CASES, FORMATS, Case
 from _planted_torch import planted
+from _planted_training import HEADERS as TRAININGS
+from _planted_training import trained
 from halfwise.core.workload import Workload
-from halfwise.torch.emulation import emulation
 from halfwise.torch.measure import timed_layers
 from halfwise.workloads.load import load_workload
 
 HEADERS = ("case", "seed", "format", "barred", "kept", "right")
-TRAINED = (
+_TRAINED = (
     ("convnet", "overflow", "float16"),
     ("convnet", "large logits", "bfloat16"),
     ("encoder", "large positions", "bfloat16"),
@@ -47,7 +46,7 @@ TRAINED = (
     ("unet", "hand-written norm", "float16"),
     ("unet", "outlier channels", "bfloat16"),
 )
-TRAININGS = ("case", "format", "float32", "plan", "everywhere", "steps skipped", "spread", "plan off by", "everywhere")
+TRAINED = {"torch": _TRAINED, "keras": _TRAINED}
 LEAST = 0.95
 
 
@@ -72,8 +71,8 @@ def main() -> None:
     shown = [(*row[:5], "yes" if row[5] else "NO") for row in [*rows, *healthy]]
     text = table(HEADERS, shown) + "\n\n" + "  ".join(f"{name} {value:.3f}" for name, value in score.items())
     text += f"  exactly right {exact} of {len(shown)}"
-    trains = framework == "torch" and arguments.steps > 0
-    trainings = [trained(*case, arguments.seeds, arguments.steps) for case in TRAINED] if trains else []
+    how = {"framework": framework, "seeds": arguments.seeds, "steps": arguments.steps}
+    trainings = [trained(*case, **how) for case in TRAINED[framework]] if arguments.steps else []
     text += "\n\n" + table(TRAININGS, trainings) if trainings else ""
     emit(text, {"rows": rows, "healthy": healthy, **score, "trainings": trainings}, as_json=arguments.json)
     assert min(score.values()) >= LEAST, score
@@ -132,44 +131,6 @@ def _kept_in_keras(workload: Workload, name: str) -> set[str]:
     timing = hw.TimingTable.uniform(layers, relative={name: 0.5})
     plan = hwk.plan(model, list(workload.batches), loss=workload.loss, timing=timing)
     return {path for path in layers if plan.compute(path) == "float32"} - set(heads(model))
-
-
-def trained(kind: str, trouble: str, name: str, seeds: int, steps: int) -> list[Any]:
-    """The loss after training a planted case: the mean over seeds in three precisions, and how far they are apart.
-
-    That is the largest distance of the plan from float32 with the same seed, and the smallest of the format everywhere.
-    """
-    case = next(c for c in CASES if (c.kind, c.trouble) == (kind, trouble))
-    losses: dict[str, list[float]] = {"float32": [], "plan": [], f"mixed_{name}": []}
-    skipped = 0
-    for seed in range(seeds):
-        for what, found in losses.items():
-            workload, _ = planted(case, seed)
-            closures = [partial(workload.loss, workload.model, batch) for batch in workload.batches]
-            policy: Any = what
-            if what == "plan":
-                timing = hw.TimingTable.uniform(timed_layers(workload.model), relative={name: 0.5})
-                policy = hw.plan(workload.model, closures, timing=timing)
-            torch.manual_seed(seed)
-            with emulation(name):
-                mp = hw.MixedPrecision(workload.model, workload.optimizer, policy, guard=False, log=lambda _: None)
-                for number in range(steps):
-                    mp.step(closures[number % len(closures)])
-                skipped += mp.skipped_steps if what == f"mixed_{name}" else 0
-                mp.close()
-            torch.manual_seed(seed)  # the same dropout for all
-            with torch.no_grad():
-                found.append(float(torch.stack([closure() for closure in closures]).mean()))
-    spread = statistics.stdev(losses["float32"]) if seeds > 1 else 0.0
-    full, plan, uniform = losses.values()
-    apart = max(map(_distance, plan, full)), min(map(_distance, uniform, full))
-    means = map(statistics.mean, losses.values())
-    return [case.name, name, *means, f"{skipped} of {seeds * steps}", spread, *apart]
-
-
-def _distance(one: float, other: float) -> float:
-    """Infinite where one is not a number."""
-    return abs(one - other) if math.isfinite(one - other) else math.inf
 
 
 def _row(what: str, seed: int, name: str, wanted: set[str], kept: set[str]) -> list[Any]:
