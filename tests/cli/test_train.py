@@ -458,6 +458,7 @@ def test_interrupted_runs_say_how_to_go_on() -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )
     deadline = time.monotonic() + 60
     while not Path("run/metrics.jsonl").exists() or Path("run/metrics.jsonl").read_bytes().count(b"\n") < 30:

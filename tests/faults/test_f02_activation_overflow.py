@@ -55,7 +55,7 @@ def accuracy(model: nn.Module, mp: hw.MixedPrecision) -> float:
         return float((model(IMAGES[TRAINING:]).argmax(1) == LABELS[TRAINING:]).float().mean())
 
 
-def train(policy: str, seed: int, epochs: int = 6) -> tuple[float, hw.MixedPrecision]:
+def train(policy: str, seed: int, epochs: int = 10) -> tuple[float, hw.MixedPrecision]:
     torch.manual_seed(seed)
     model = SixLayers()
     with hw.MixedPrecision(model, torch.optim.Adam(model.parameters(), 1e-3), policy, log=lambda _: None) as mp:
@@ -101,7 +101,7 @@ def test_exactly_the_planted_layer_is_named_and_demoted_and_the_batch_is_not_los
 def test_training_ends_at_float32s_accuracy() -> None:
     full = [train("float32", seed)[0] for seed in range(3)]
     healed = [train("mixed_float16", seed)[0] for seed in range(3)]
-    assert min(full) > 0.8
+    assert min(full) > 0.85
     assert np.mean(healed) == pytest.approx(np.mean(full), abs=0.02)
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.keras.models import batch, classifier
 
 from halfwise.core.plan import Plan
+from halfwise.core.timing import TimingTable
 from halfwise.errors import PlanError, UsageError
 from halfwise.keras.apply import applied_plan, apply
 from halfwise.keras.guard import PrecisionGuard
@@ -134,3 +135,30 @@ def test_bad_names_and_plans_are_told(tmp_path: Path) -> None:
     Plan.manual({"nowhere": "float32"}, framework="keras").save(tmp_path / "model.plan.toml")
     with pytest.raises(PlanError, match="nowhere"):
         load_model(tmp_path / "model.keras")
+
+
+@pytest.mark.filterwarnings("error:Skipping variable loading")
+def test_a_training_that_chose_float16_on_its_way_is_saved_with_its_moments(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="first"), keras.layers.Dense(2)])
+    model.compile(optimizer="adam", loss="mse")
+    table = TimingTable.uniform(["first"], relative={"float16": 0.5})
+    guard = PrecisionGuard("auto", timing=table, log=lambda _: None)
+    x, y = np.random.default_rng(0).normal(size=(64, 4)), np.zeros((64, 2))
+    model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=[guard, Saving(model, tmp_path / "model.keras")])
+    assert guard.plan is not None
+    assert guard.plan.compute("first") == "float16"
+    loaded = load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, LossScaleOptimizer)
+    assert int(loaded.optimizer.inner_optimizer.iterations) == 32
+    assert max(float(np.abs(slot).max()) for slot in loaded.optimizer.inner_optimizer.variables[2:]) > 0
+
+
+class Saving(keras.callbacks.Callback):
+    """Saves the model in the middle of its training, as `ModelCheckpoint` does."""
+
+    def __init__(self, model: keras.Model, file: Path) -> None:
+        super().__init__()
+        self.file, self.trained = file, model
+
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        save_model(self.trained, self.file)

@@ -32,7 +32,7 @@ from halfwise.keras.heads import half_heads, half_heads_text
 from halfwise.keras.localise import localise
 from halfwise.keras.loss_scale import LossScaleOptimizer
 from halfwise.keras.names import children, named_layers, whole
-from halfwise.keras.optimizer import UNSCALED, scale_settings
+from halfwise.keras.optimizer import UNSCALED, scale_settings, set_optimizer
 from halfwise.keras.result import StepResult
 
 __all__ = ["Engine"]
@@ -196,6 +196,8 @@ class Engine:
         settings = scale_settings(self.plan, self.optimizer) if self.plan is not None else UNSCALED
         if settings != self.optimizer.settings:
             self.optimizer.use(settings)
+            if getattr(self.model, "optimizer", None) is self.optimizer:
+                set_optimizer(self.model, self.optimizer)  # a file of the model is to name the optimizer as it now is
             self.put_scale(initial_state(settings))
         else:
             self.scale = self._scale_on_device()
