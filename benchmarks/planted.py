@@ -13,7 +13,9 @@ few steps: what a plan keeps apart for outliers in a norm, or for tiny gradients
 
     python benchmarks/planted.py [--json] [--framework torch|keras] [--cases 0,1,2] [--seeds 3] [--steps 60]
 
-Keras runs on the backend that `KERAS_BACKEND` names. `--steps 0` trains nothing.
+Keras runs on the backend that `KERAS_BACKEND` names. There the same cases are trained, but the failure of the format
+everywhere has been seen for the recommender's norm only; its outlier channels stayed within the spread of the seeds.
+`--steps 0` trains nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from halfwise.torch.measure import timed_layers
 from halfwise.workloads.load import load_workload
 
 HEADERS = ("case", "seed", "format", "barred", "kept", "right")
-_TRAINED = (
+TRAINED = (
     ("convnet", "overflow", "float16"),
     ("convnet", "large logits", "bfloat16"),
     ("encoder", "large positions", "bfloat16"),
@@ -46,10 +48,6 @@ _TRAINED = (
     ("unet", "hand-written norm", "float16"),
     ("unet", "outlier channels", "bfloat16"),
 )
-TRAINED = {
-    "torch": _TRAINED,
-    "keras": [case for case in _TRAINED if case[:2] != ("recommender", "outlier channels")],  # not missed there
-}
 LEAST = 0.95
 
 
@@ -75,7 +73,7 @@ def main() -> None:
     text = table(HEADERS, shown) + "\n\n" + "  ".join(f"{name} {value:.3f}" for name, value in score.items())
     text += f"  exactly right {exact} of {len(shown)}"
     how = {"framework": framework, "seeds": arguments.seeds, "steps": arguments.steps}
-    trainings = [trained(*case, **how) for case in TRAINED[framework]] if arguments.steps else []
+    trainings = [trained(*case, **how) for case in TRAINED] if arguments.steps else []
     text += "\n\n" + table(TRAININGS, trainings) if trainings else ""
     emit(text, {"rows": rows, "healthy": healthy, **score, "trainings": trainings}, as_json=arguments.json)
     assert min(score.values()) >= LEAST, score
